@@ -13,7 +13,10 @@ import kubernetes_validate
 import kubernetes_validate.utils
 import pytest
 import yaml
-from wooly_bus import web
+from wooly_bus import contracts, leadership, web
+from wooly_bus.contract_types import Log, WorkQueue
+from wooly_compiler.actor import BUCKET_MAX_BYTES
+from wooly_scheduler import actor as scheduler
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "wooly"
@@ -456,6 +459,15 @@ def test_nats_accepts_rendered_configuration(name, tmp_path):
     environment = {**quoted, "POD_NAME": "w-nats-0", "SERVER_NAME": "nats"}
     ran = subprocess.run([server, "-t", "-c", path], env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_default_storage_of_nats_holds_all_that_streams_and_buckets_reserve():
+    streams = [getattr(c, "stream", None) for c in vars(contracts).values()]
+    made = {s.name: s.max_bytes for s in streams if isinstance(s, Log | WorkQueue)}
+    assert len(made) >= 6
+    reserved = sum(made.values()) + BUCKET_MAX_BYTES + scheduler.BUCKET_BYTES + leadership.BUCKET_BYTES
+    storage = yaml.safe_load((CHART / "values.yaml").read_text())["nats"]["storage"]
+    assert reserved <= 0.75 * int(storage.removesuffix("Gi")) * 10**9
 
 
 def test_traces_are_kept_as_configured_in_chart():

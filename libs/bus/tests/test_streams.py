@@ -14,10 +14,12 @@ from wooly_bus.artifacts import ArtifactStore
 from wooly_bus.blobs import BlobStore
 from wooly_bus.contract_types import Event, Log, WorkQueue
 from wooly_bus.streams import StreamError, ensure_stream
+from wooly_testkit.nats import nats_server as start_nats_server
 
 pytestmark = pytest.mark.connected
 LIMITS = {"max_age_s": 60.0, "max_bytes": 1 << 20}
 COPIES = Event("copies.>", bytes, stream=Log("COPIES", **LIMITS))
+LARGE = Event("large.>", bytes, stream=Log("LARGE", max_age_s=60.0, max_bytes=1 << 30))
 
 
 async def test_streams_too_many_replicas_are_refused_with_remedy(nats_server, monkeypatch):
@@ -126,3 +128,65 @@ async def test_streams_on_cluster_have_three_replicas(three_servers, monkeypatch
                         break
                     await asyncio.sleep(0.1)
         assert await store.get(name, 4) == b"kept"
+
+
+@pytest.fixture
+def small_server(tmp_path):
+    """A server with 256 MiB of storage for JetStream."""
+    config = tmp_path / "nats.conf"
+    config.write_text("jetstream { max_file_store: 268435456 }\n")
+    with start_nats_server("-c", str(config)) as url:
+        yield url
+
+
+async def test_bucket_is_as_large_as_the_free_storage_allows(small_server):
+    app = ServiceApp("test", small_server)
+    async with app.running():
+        js = app.jetstream()
+        store = ArtifactStore(js, "A", max_age_s=60, max_bytes=2 << 30)
+        await store.put("a", b"1")
+        assert await store.get("a") == b"1"
+        assert (await js.stream_info("OBJ_A")).config.max_bytes == 256 << 20
+
+
+async def test_log_is_as_large_as_the_free_storage_allows(small_server):
+    app = ServiceApp("test", small_server)
+    async with app.running():
+        js = app.jetstream()
+        await js.add_stream(name="OTHER", subjects=["other"], max_bytes=100 << 20)
+        for _ in range(2):
+            await ensure_stream(js, LARGE)
+            assert (await js.stream_info("LARGE")).config.max_bytes == 128 << 20
+            await js.publish("large.x", b"1")
+        await js.delete_stream("OTHER")
+        await ensure_stream(js, LARGE)
+        grown = await js.stream_info("LARGE")
+        assert grown.config.max_bytes == 256 << 20 and grown.state.messages == 2
+
+
+async def test_storage_that_is_reserved_is_an_error_with_the_cure(small_server):
+    app = ServiceApp("test", small_server)
+    async with app.running():
+        js = app.jetstream()
+        await js.add_stream(name="OTHER", subjects=["other"], max_bytes=250 << 20)
+        queue = Event("queue.>", bytes, stream=WorkQueue("QUEUE", max_bytes=64 << 20))
+        bucket = ArtifactStore(js, "B", max_age_s=60, max_bytes=1 << 30)
+        for work in (ensure_stream(js, LARGE), ensure_stream(js, queue), bucket.put("b", b"1")):
+            with pytest.raises(StreamError, match=r"too little free storage for JetStream .*max_file_store"):
+                await work
+
+
+async def test_full_bucket_loses_its_oldest_artifacts(nats_server):
+    app = ServiceApp("test", nats_server)
+    async with app.running():
+        js = app.jetstream()
+        store = ArtifactStore(js, "FULL", max_age_s=60, max_bytes=1 << 20)
+        for k in range(30):
+            await store.put(f"a{k}", bytes([k]) * 100_000)
+        kept = [k for k in range(30) if await store.get(f"a{k}") is not None]
+        assert kept == list(range(kept[0], 30)) and 4 <= len(kept) <= 10
+        assert await store.get("a29") == bytes([29]) * 100_000
+        with pytest.raises(StreamError, match="maximum bytes exceeded"):
+            await store.put("large", bytes(2 << 20))
+        await store.put("later", b"1")
+        assert await store.get("later") == b"1"

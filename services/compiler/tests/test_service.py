@@ -180,6 +180,33 @@ async def test_compile_program_of_invalid_program_is_refused_each_time(shared):
     assert (await ask(app, message)).state == "ready"
 
 
+async def test_compile_program_without_storage_is_refused_for_now(tmp_path, monkeypatch):
+    monkeypatch.setattr(CompilerActor, "_ask", built)
+    config = tmp_path / "nats.conf"
+    config.write_text("jetstream { max_file_store: 268435456 }\n")
+    with start_nats_server("-c", str(config)) as url:
+        async with service(url, tmp_path / "compiler") as actor, client(url) as app:
+            js = app.jetstream()
+            await js.add_stream(name="ALL", subjects=["all"], max_bytes=250 << 20)
+            message, key = request(program())
+            for _ in range(2):
+                with pytest.raises(
+                    RefusedError, match=r"cannot store .*too little free storage .*max_file_store"
+                ) as caught:
+                    await ask(app, message)
+                assert caught.value.retryable
+            assert not actor._refusals
+            await js.delete_stream("ALL")
+            assert (await ask(app, message)).name == key.name(version())
+
+
+async def built(self, request, target, what, workers=None):
+    """Replace `CompilerActor._ask`: every program has the same artifact."""
+    if request["what"] == "targets":
+        return json.dumps([family(pocl.target(1))]).encode()
+    return b"artifact" + digest(b"artifact")
+
+
 @beside
 async def test_compile_program_for_unknown_family_has_no_responder(shared):
     _, app = shared

@@ -5,17 +5,19 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from wooly_bus.errors import BusError
+from wooly_bus.errors import BusError, RefusedError
 from wooly_bus.worker import WorkerError
+from wooly_executor import compilers
 from wooly_executor import tiers as tiers_module
 from wooly_executor.artifacts import ArtifactCache
 from wooly_executor.compilation import PlanSource
-from wooly_executor.compilers import OwnCompiler, no_compiler
+from wooly_executor.compilers import CompilerServices, OwnCompiler, no_compiler
 from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.tiers import OFTEN, Tiers
 from wooly_wis.artifact import Key
 from wooly_wis.dtypes import DType
+from wooly_wis.messages import CompileProgramReply
 
 
 @pytest.fixture
@@ -75,6 +77,49 @@ async def test_plan_source_requests_in_flight_never_exceed_the_remembered_ones(s
     monkeypatch.setattr(tiers_module, "KEPT", 2)
     programs = wanted(source._tiers, wis, 1, 2, 3, 4)
     await until(lambda: {entry.digest for entry in source._getting} == {p.digest for p in programs[2:]})
+
+
+class FullBucket:
+    """An app whose compiler cannot store artifacts at first. `js` is its JetStream."""
+
+    def __init__(self, refusals):
+        self.refusals = refusals
+
+    async def request(self, rpc, request, timeout):
+        if self.refusals:
+            raise self.refusals.pop()
+        return CompileProgramReply(state="ready", compiler="c", name="a")
+
+
+def full_bucket():
+    return RefusedError("compiler.refused", "cannot store the artifact in the bucket", retryable=True)
+
+
+async def test_compilers_that_may_succeed_later_are_asked_again(monkeypatch):
+    monkeypatch.setattr(compilers, "PAUSES_S", (0.001, 0.001))
+    services = CompilerServices(FullBucket([full_bucket(), full_bucket()]), "x")
+    services._blobs = SimpleNamespace(get=stored)
+    key = Key(bytes(16), "opencl:000000000000-x1", "exact")
+    assert await services.compile(key, b"", "", patient=True) == ("c", b"a")
+    services = CompilerServices(FullBucket([RefusedError("compiler.refused", "no kernel computes this")]), "x")
+    assert await services.compile(key, b"", "", patient=True) is None
+
+
+async def stored(name):
+    return name.encode()
+
+
+async def test_session_that_waits_for_a_plan_gets_the_compilers_error(tmp_path, wis, monkeypatch):
+    monkeypatch.setattr(compilers, "PAUSES_S", (0.001, 0.001))
+    services = CompilerServices(FullBucket([full_bucket() for _ in range(10**6)]), "x", timeout_s=0.01)
+    runtime = SimpleNamespace(target=lambda: "opencl:000000000000-x1")
+    loop = SimpleNamespace(tiers=Tiers(), busy=SimpleNamespace(total_ns=0))
+    program = ProgramStore(TorchCpuRuntime()).define(
+        wis.body().call("aten.relu_.default", ("inout", "x", wis.at(DType.F32, 4))).raw
+    )
+    entry = SimpleNamespace(digest=program.digest, mode="full", decided=(), program=program.prepared.program)
+    found = await PlanSource(services, loop, runtime, tmp_path)._get_plan(entry)
+    assert found == (None, "cannot store the artifact in the bucket", False)
 
 
 class Builder:

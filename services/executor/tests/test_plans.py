@@ -295,7 +295,7 @@ def test_compiler_killed_during_a_request_is_asked_again(world, wis):
     assert mine.work()["kernel_instructions"] == 0  # the request is in flight, and no run waits for it
     compiler.kill()
     compiler.wait()
-    waited(lambda: "no compiler can be reached" in world.log(), "the executor does not notice")
+    waited(lambda: "no compiler delivers plans" in world.log(), "the executor does not notice")
     assert mine.work()["kernel_instructions"] == 0
     world.compiler()
     mine.until("kernel_instructions")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from dataclasses import replace
+from typing import Final
 
 import nats.errors
 from nats.js import JetStreamContext
@@ -11,20 +14,24 @@ from nats.js.errors import APIError, BucketNotFoundError, NotFoundError, ObjectN
 from nats.js.errors import Error as JetStreamError
 from nats.js.object_store import ObjectStore
 
-from wooly_bus.streams import StreamError, refusal, replicas
+from wooly_bus.streams import MIN_BYTES, NO_STORAGE, StreamError, refusal, replicas
 
+log = logging.getLogger("wooly.bus")
 #: The bucket in which compilers store artifacts.
 ARTIFACTS = "WOOLY_ARTIFACTS"
+#: JetStream's error code for a message that does not fit into its stream.
+_FULL: Final = 10077
 
 
 class ArtifactStore:
-    """One bucket of artifacts. The first `put` creates the bucket.
+    """One bucket of artifacts. The first `put` creates the bucket. If the bucket is full, `put` removes the oldest artifacts.
 
     Args:
         js: the JetStream context.
         bucket: name of the bucket.
         max_age_s: seconds after which an artifact is removed.
-        max_bytes: largest total size of the artifacts, in bytes.
+        max_bytes: largest total size of the artifacts, in bytes. JetStream reserves that storage. If it has less, the bucket
+            gets the half, the quarter, and so on.
         timeout: longest duration of a transfer, in seconds.
     """
 
@@ -56,12 +63,18 @@ class ArtifactStore:
         """Store an artifact; it replaces an artifact of the same name.
 
         Raises:
-            StreamError: JetStream did not confirm the artifact.
+            StreamError: JetStream did not confirm the artifact, or the artifact is larger than the bucket.
         """
         try:
             async with asyncio.timeout(self._timeout):
                 store = await self._made()
-                await store.put(name, data)
+                try:
+                    await store.put(name, data)
+                except APIError as e:
+                    if e.err_code != _FULL:
+                        raise
+                    await self._remove_oldest(store)
+                    await store.put(name, data)
         except (nats.errors.Error, JetStreamError, OSError, TimeoutError) as e:
             raise StreamError(f"artifact {name} of {self._bucket}: {str(e) or type(e).__name__}") from e
 
@@ -69,7 +82,34 @@ class ArtifactStore:
         try:
             return await self._js.object_store(self._bucket)
         except (BucketNotFoundError, NotFoundError):
+            return await self._create()
+
+    async def _create(self) -> ObjectStore:
+        """Create the bucket, as large as JetStream's free storage allows.
+
+        Raises:
+            StreamError: JetStream refuses even the smallest bucket.
+        """
+        config = self._config
+        while True:
             try:
-                return await self._js.create_object_store(self._bucket, config=self._config)
+                return await self._js.create_object_store(self._bucket, config=config)
             except APIError as e:
-                raise refusal(f"bucket {self._bucket}", e) from e
+                half = (config.max_bytes or 0) // 2
+                if e.err_code not in NO_STORAGE or half < MIN_BYTES:
+                    raise refusal(f"bucket {self._bucket}", e) from e
+                log.info(
+                    "bucket %s: JetStream cannot reserve %s bytes (%s)", self._bucket, config.max_bytes, e.description
+                )
+                config = replace(config, max_bytes=half)
+
+    async def _remove_oldest(self, store: ObjectStore) -> None:
+        """Remove artifacts until half of the bytes are free, those first that were stored first."""
+        found = sorted(await store.list(ignore_deletes=True), key=lambda kept: kept.mtime or "")
+        left = sum([kept.size or 0 for kept in found]) // 2
+        for kept in found:
+            if left <= 0:
+                break
+            left -= kept.size or 0
+            await store.delete(kept.name)
+        log.info("bucket %s was full: the oldest artifacts were removed", self._bucket)

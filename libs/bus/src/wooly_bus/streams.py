@@ -5,7 +5,9 @@ The services that publish to a stream create it, as `contracts` defines it. Mess
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from dataclasses import replace
+from typing import Any, Final
 
 import nats.errors
 from nats.js import JetStreamContext
@@ -18,8 +20,13 @@ from wooly_bus.contract_types import Event, EventContract, Log, P, Q, Stream
 from wooly_bus.envelope import encode
 from wooly_bus.errors import BusConnectError
 
+log = logging.getLogger("wooly.bus")
+#: Smallest size limit of a log or bucket, in bytes, if JetStream cannot reserve more.
+MIN_BYTES: Final = 32 << 20
 #: JetStream's error codes for too many copies: the peers are missing, the peers are full, there is no cluster.
 _TOO_FEW_SERVERS = (10005, 10023, 10074)
+#: JetStream's error codes for a stream or bucket that reserves more storage than is free: on one server, in a cluster (twice).
+NO_STORAGE = (10047, 10005, 10023)
 
 
 class StreamError(BusConnectError):
@@ -37,7 +44,7 @@ def replicas() -> int:
 def refusal(name: str, error: Exception) -> StreamError:
     """The error for a stream or bucket that JetStream refused.
 
-    It names the remedy if there are too few servers for the copies.
+    It names the remedy if there are too few servers for the copies, or if the storage is full.
     """
     why = str(error) or type(error).__name__
     if isinstance(error, APIError) and error.err_code in _TOO_FEW_SERVERS:
@@ -45,11 +52,18 @@ def refusal(name: str, error: Exception) -> StreamError:
             f"the NATS cluster has too few servers with JetStream and free storage for {replicas()} copies "
             f"({error.description}); start more servers, or lower WOOLY_NATS_REPLICAS"
         )
+    elif isinstance(error, APIError) and error.err_code in NO_STORAGE:
+        why = (
+            f"the NATS server has too little free storage for JetStream ({error.description}); "
+            "free disk space, or raise max_file_store in the server's configuration"
+        )
     return StreamError(f"{name}: {why}")
 
 
 async def ensure_stream(js: JetStreamContext, event: EventContract[Any]) -> None:
     """Create the stream that stores an event, on disk, in `replicas` copies. Update the limits of a stream that exists.
+
+    JetStream reserves the bytes of a stream. If it has less storage, a log becomes smaller; a work queue does not.
 
     Raises:
         ValueError: no stream stores the event.
@@ -75,14 +89,24 @@ def _config(stream: Stream, pattern: str) -> StreamConfig:
 
 
 async def _ensure(js: JetStreamContext, config: StreamConfig) -> None:
+    """Create or update a stream. If JetStream cannot reserve its bytes, a log gets the half, the quarter, and so on."""
     name = config.name or ""
     try:
         try:
-            await js.stream_info(name)
+            at_least = (await js.stream_info(name)).config.max_bytes or 0
+            work = js.update_stream
         except NotFoundError:
-            await js.add_stream(config)
-        else:
-            await js.update_stream(config)
+            at_least = MIN_BYTES if config.retention == RetentionPolicy.LIMITS else config.max_bytes or 0
+            work = js.add_stream
+        while True:
+            try:
+                await work(config)
+                return
+            except APIError as e:
+                if e.err_code not in NO_STORAGE or (config.max_bytes or 0) <= at_least:
+                    raise
+                log.warning("stream %s: JetStream cannot reserve %s bytes (%s)", name, config.max_bytes, e.description)
+                config = replace(config, max_bytes=max((config.max_bytes or 0) // 2, at_least))
     except (nats.errors.Error, JetStreamError, OSError) as e:
         raise refusal(f"stream {name}", e) from e
 

@@ -42,8 +42,8 @@ log = logging.getLogger("wooly.compiler")
 QUEUE = "compiler"
 #: Age after which an artifact is deleted from the bucket, in seconds: two weeks.
 BUCKET_MAX_AGE_S = 14 * 86400.0
-#: Size limit of the bucket, in bytes.
-BUCKET_MAX_BYTES = 8 << 30
+#: Size limit of the bucket, in bytes. JetStream reserves that storage, so it must leave room for the streams.
+BUCKET_MAX_BYTES = 2 << 30
 #: Number of refusals in the cache. A cached refusal is sent again without a second build.
 MAX_REFUSALS = 4096
 #: Number of compiler passes that are reported as spans, per request.
@@ -255,7 +255,10 @@ class CompilerActor:
         try:
             await blobs.put(name, data)
         except StreamError as e:
-            raise CompilerError(f"cannot store the artifact in the bucket: {e}; check NATS and its JetStream") from e
+            log.warning("cannot store the artifact %s: %s", name, e)
+            error = CompilerError(f"cannot store the artifact in the bucket: {e}; check NATS and its JetStream")
+            error.retryable = True
+            raise error from e
 
     async def _ask(self, request: dict[str, Any], target: str, what: str, workers: Workers | None = None) -> bytes:
         workers = self._workers if workers is None else workers

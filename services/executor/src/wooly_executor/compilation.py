@@ -12,7 +12,7 @@ import contextlib
 import logging
 from pathlib import Path
 
-from wooly_bus.errors import BusError
+from wooly_bus.errors import BusError, RefusedError
 from wooly_bus.tracing import step
 from wooly_wis.artifact import Key, decode_artifact
 from wooly_wis.codec import digest, encode_program
@@ -102,8 +102,8 @@ class PlanSource:
         why, final = "", True
         try:
             prepared = await self._plan(entry)
-        except BusError as e:  # only in mode `full`: the compilers did not answer for a long time
-            why, final = no_compiler(self._target, e), False
+        except BusError as e:  # only in mode `full`: the compilers delivered nothing for a long time
+            why, final = str(e) if isinstance(e, RefusedError) else no_compiler(self._target, e), False
         except (ExecutorError, WisError) as e:
             # in mode `full`, tier 0 would give other bits, so only a bad artifact, which is reported, makes the result final
             why, final = str(e), entry.mode == "exact" or isinstance(e, BadArtifactError)

@@ -47,7 +47,7 @@ class Compilers(Protocol):
             The compiler's version and the artifact. None if the compiler refuses the program.
 
         Raises:
-            BusError: no compiler answers, and the caller is not patient.
+            BusError: no compiler answers, or its error may pass (`retryable`), and the caller is not patient.
             WorkerError: this executor has no compiler.
         """
         ...
@@ -119,12 +119,14 @@ class CompilerServices:
                     f"the compiler announced the artifact {reply.name}, but the bucket does not have it"
                 )
             except RefusedError as e:
-                log.info("program %s stays at tier 0: %s", key.program.hex()[:16], e)
-                return None
+                if not e.retryable:
+                    log.info("program %s stays at tier 0: %s", key.program.hex()[:16], e)
+                    return None
+                problem = e
             except BusError as e:
                 problem = e
             if not self._silent:
-                log.info("no compiler can be reached: %s; programs stay at tier 0 until one answers", problem)
+                log.warning("no compiler delivers plans: %s; programs stay at tier 0 until one does", problem)
                 self._silent = True
             if not patient and clock() - silent_since > PATIENCE * self._timeout_s:
                 raise problem
