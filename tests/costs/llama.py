@@ -239,6 +239,16 @@ class _Operators:
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, p, causal, scale=scale)
             return found[0], found[1].unsqueeze(-1)
 
+    class _scaled_dot_product_cudnn_attention_backward:
+        @staticmethod
+        def default(*args: Any, scale: float) -> tuple[Tensor, ...]:
+            g, q, k, v, out, logs, _, _, _, _, _, _, _, p, causal = args
+            heads = q.shape[1] // k.shape[1]
+            wide = [t.unsqueeze(2).expand(-1, -1, heads, -1, -1).reshape(q.shape) for t in (k, v)]
+            by_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+            found = by_cpu(g, q, *wide, out, logs.squeeze(-1), p, causal, scale=scale)
+            return found[0], *[t.unflatten(1, (-1, heads)).sum(2) for t in found[1:]]
+
     class _scaled_dot_product_efficient_attention:
         @staticmethod
         def default(

@@ -55,6 +55,56 @@ CASES = [
     (aten.multi_margin_loss.default, (x(2, 4), ints(0, 3)), 1, ints(-1, 3)),
     (aten.multilabel_margin_loss_forward.default, (x(1, 3), ints([2, -1, 0]), 1), 1, ints([3, -1, 0])),
     (
+        aten.nll_loss_backward.default,
+        (x(1), x(3, 4), ints(0, -100, 3), None, 1, -100, torch.tensor(2.0)),
+        2,
+        ints(0, -100, 4),
+    ),
+    (
+        aten.nll_loss2d_backward.default,
+        (x(1, 1, 2), x(1, 4, 1, 2), ints([[0, 3]]), None, 0, -1, torch.tensor(2.0)),
+        2,
+        ints([[0, -2]]),
+    ),
+    (aten.multi_margin_loss_backward.default, (x(1), x(2, 4), ints(0, 3), 1, 1, None, 1), 2, ints(-1, 3)),
+    (
+        aten.multilabel_margin_loss_backward.default,
+        (x(1), x(1, 3), ints([2, -1, 0]), 1, torch.tensor([[1.0, 0.0, 1.0]])),
+        2,
+        ints([3, -1, 0]),
+    ),
+    (
+        aten.max_pool2d_with_indices_backward.default,
+        (x(1, 1, 2), x(1, 2, 4), [2, 2], [2, 2], [0, 0], [1, 1], False, ints([[0, 7]])),
+        7,
+        ints([[0, 8]]),
+    ),
+    (
+        aten.max_pool3d_with_indices_backward.default,
+        (x(1, 1, 1, 2), x(1, 2, 2, 4), [2] * 3, [2] * 3, [0] * 3, [1] * 3, False, ints([[[0, 15]]])),
+        7,
+        ints([[[0, -1]]]),
+    ),
+    (aten.adaptive_max_pool2d_backward.default, (x(1, 1, 2), x(1, 2, 4), ints([[0, 7]])), 2, ints([[0, 8]])),
+    (
+        aten.adaptive_max_pool3d_backward.default,
+        (x(1, 1, 1, 2), x(1, 2, 2, 4), ints([[[0, 15]]])),
+        2,
+        ints([[[0, 16]]]),
+    ),
+    (
+        aten.fractional_max_pool2d_backward.default,
+        (x(1, 1, 2), x(1, 2, 4), [2, 2], [1, 2], ints([[0, 7]])),
+        4,
+        ints([[0, 8]]),
+    ),
+    (
+        aten.fractional_max_pool3d_backward.default,
+        (x(1, 1, 1, 2), x(1, 2, 2, 4), [2] * 3, [1, 1, 2], ints([[[0, 15]]])),
+        4,
+        ints([[[0, 99]]]),
+    ),
+    (
         aten.binary_cross_entropy.default,
         (torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0])),
         0,
@@ -171,3 +221,18 @@ def test_gpu_status_word_is_written_with_and_without_gradients(gpu):
         with torch.inference_mode():
             assert str(status.complaint(status.fetch())[1]) == "index out of range in self"
             assert status.complaint(status.fetch()) is None
+
+
+def test_gpu_backward_of_losses_and_pooling_does_not_wait_for_the_device(gpu):
+    """Their laws look at the values of targets and indices, which a GPU checks itself."""
+    t = Tape()
+    loss, own, target, weight = t.input(F32), t.input(F32, 3, 4), t.input(I64, 3), t.input(F32)
+    t.extern("aten.nll_loss_backward.default", loss, own, target, None, 1, -100, weight, results=[(F32, (3, 4))])
+    grad, image, index = t.input(F32, 1, 1, 2), t.input(F32, 1, 2, 4), t.input(I64, 1, 1, 2)
+    t.extern(
+        "aten.max_pool2d_with_indices_backward.default",
+        *(grad, image, (2, 2), (2, 2), (0, 0), (1, 1), False, index),
+        results=[(F32, (1, 2, 4))],
+    )
+    prepared = gpu.ready(t.program()[0]).prepared
+    assert not prepared.uncapturable and len(prepared.words) == 2

@@ -921,6 +921,48 @@ def test_graphs_next_program_uses_lent_result_at_same_address(gpu, cpu, driver):
     assert driver.replays > 30
 
 
+def test_graphs_runs_on_lent_results_each_get_a_graph(gpu, cpu, driver):
+    """As in a backward pass: for each layer, the second program gets what the first one kept, and the weights are the same."""
+    layers, size = 12, (512, 160)  # inputs of this size are not copied
+    sides = {side: [side.ready(rows(*size, n)[0]).prepared for n in (5, 6)] for side in (gpu, cpu)}
+    (_, params, x, w, made), (_, more, x2, w2, made2) = rows(*size), rows(*size, 6)
+    weights = Buffer(4 * 160 * 160, torch.randn(160, 160) / 12)
+    inputs = [Buffer(4 * 512 * 160, torch.randn(*size)) for _ in range(layers)]
+    for _ in range(30):
+        before, results = driver.replays, {}
+        for side, (first, second) in sides.items():
+            kept = [step(side, first, params, {x: own, w: weights})[made] for own in inputs]
+            results[side] = [step(side, second, more, {x2: own, w2: weights})[made2].base for own in kept]
+            del kept
+        assert all(map(torch.equal, results[gpu], results[cpu]))
+    assert driver.replays - before == 2 * layers
+    assert 2 * layers <= driver.captures <= 2 * layers + STEADY  # an earlier result may have had a lent address
+
+
+def test_graphs_small_inputs_in_new_buffers_are_copied_although_large_ones_move(gpu, driver):
+    """As in the first steps of training: each run has new buffers. The large ones have the same memory later."""
+    program, params, x, w, _ = rows(4, 320)
+    prepared = gpu.ready(program).prepared
+    buffers, newest, memory = {1: Buffer(4 * 320 * 320, torch.randn(320, 320))}, 1, []
+    for k in range(60):
+        if k < 30:
+            memory.append(torch.randn(320, 320))
+            buffers[1] = Buffer(4 * 320 * 320, memory[-1])
+        memory.append(torch.randn(4, 320))
+        bindings = [newest + 1 + n for n in range(program.n_slots)]
+        newest, bindings[w] = bindings[-1], 1
+        buffers[bindings[x]] = Buffer(4 * 4 * 320, memory[-1])
+        with torch.inference_mode():
+            execution = gpu.runtime.begin(prepared, buffers, bindings, params)
+            execution.advance((len(program.body),))
+        assert execution.outcome.failed_at is None
+        assert driver.captures == (k >= 29 + STEADY)
+        kept = {k: b for k, b in buffers.items() if k == 1}
+        buffers.clear()  # the session's buffers are the same object
+        buffers.update(kept)
+    assert driver.replays >= 30 - STEADY
+
+
 def test_graphs_state_that_each_run_makes_anew_is_replayed(gpu, cpu, driver):
     program, params, x, w, made = rows(*LARGE)
     prepared, other = gpu.ready(program).prepared, cpu.ready(program).prepared

@@ -70,6 +70,7 @@ def in_range(op: OpOverload, do: Callable[..., Any]) -> Callable[..., Any] | Non
         return do(*values, **kwargs)
 
     run.word = word  # type: ignore[attr-defined]
+    run.checks_values = op.overloadpacket.__name__ not in _PARTLY  # type: ignore[attr-defined]
     return run
 
 
@@ -184,6 +185,15 @@ def _places(dims: int) -> Rule:
     return rule
 
 
+def _pooled(dims: int) -> Rule:
+    """Check positions in the pooled dimensions of the input."""
+
+    def rule(given: Arguments, word: Word) -> dict[str, Any]:
+        return {"indices": _clamped(given["indices"], 0, math.prod(given["self"].shape[-dims:]) - 1, word)}
+
+    return rule
+
+
 def _enough_source_elements(given: Arguments, word: Word) -> dict[str, Any]:
     """Check that there are as many source elements as the mask selects."""
     mask = given["mask"]
@@ -210,6 +220,8 @@ def _repeats(given: Arguments, word: Word) -> dict[str, Any]:
     }
 
 
+#: Operators whose law (`guards`) also checks what no rule checks, on the host.
+_PARTLY = frozenset({"repeat_interleave"})
 _RULES: dict[str, tuple[Rule, Exception]] = {
     name: (rule, why)
     for names, rule, why in (
@@ -225,9 +237,27 @@ _RULES: dict[str, tuple[Rule, Exception]] = {
         ("embedding", _rows("weight"), IndexError(_INDEX)),
         ("embedding_renorm_", _rows("self"), IndexError(_INDEX)),
         ("embedding_dense_backward", _rows_of_gradient, IndexError(_INDEX)),
-        ("nll_loss_forward nll_loss2d_forward cross_entropy_loss", _classes(), IndexError("Target is out of bounds.")),
-        ("multi_margin_loss", _classes(), RuntimeError("target out of range")),
-        ("multilabel_margin_loss_forward", _labels, RuntimeError("target out of range")),
+        (
+            "nll_loss_forward nll_loss2d_forward nll_loss_backward nll_loss2d_backward cross_entropy_loss",
+            _classes(),
+            IndexError("Target is out of bounds."),
+        ),
+        ("multi_margin_loss multi_margin_loss_backward", _classes(), RuntimeError("target out of range")),
+        (
+            "multilabel_margin_loss_forward multilabel_margin_loss_backward",
+            _labels,
+            RuntimeError("target out of range"),
+        ),
+        (
+            "max_pool2d_with_indices_backward adaptive_max_pool2d_backward fractional_max_pool2d_backward",
+            _pooled(2),
+            RuntimeError("found an invalid max index"),
+        ),
+        (
+            "max_pool3d_with_indices_backward adaptive_max_pool3d_backward fractional_max_pool3d_backward",
+            _pooled(3),
+            RuntimeError("found an invalid max index"),
+        ),
         (
             "binary_cross_entropy",
             _between(0, 1, "self", "target"),

@@ -45,11 +45,16 @@ VARIANTS, VARIANTS_ALL, IDLE = 8, 256, 1024
 #: makes the next one, the second graph of a key has other memory. Where each result is the input of the next run, lent memory
 #: gives each run another key; the other graphs of the family copy their results, so that the keys recur.
 LENDING, LENDING_ALL = 2, 6
+#: The same per stretch. Two programs may feed each other, and then each run of a loop has another key.
+LENDING_STRETCH = 128
+#: Graphs of a family that were not used in so many runs of the stretch are dropped before another one is captured. Most of them
+#: are from runs before the memory of earlier programs was lent by graphs.
+STALE = 96
 #: Number of recent values that are known per param. A param is changing when its score exceeds CHANGING: a new value adds 2, a
 #: known one subtracts 1.
 VALUES, CHANGING = 8, 12
 #: Limits per device: number of graphs, and number of failed captures, because torch keeps memory for each of them.
-GRAPHS, FAILURES = 512, 256
+GRAPHS, FAILURES = 1024, 256
 #: If there is no room for another graph, those make room that were not used in the last replays of the device: RECENT for each
 #: graph that there is, and at least RECENT_ALL. A working set of graphs stays, however large it is.
 RECENT, RECENT_ALL = 4, 1024
@@ -195,11 +200,10 @@ class Graphs:
         known = len(stretch.captured.get(key, ()))
         short = hash((key, known))
         times = stretch.seen.get(short)
-        if times is None and not known:
-            if stretch.moved(key):
-                return None
-            if stretch.changed_to(key, self._lent):
-                times = STEADY  # an earlier stretch became a graph, whose results have the same address in every run
+        if not known and stretch.moved(key, frame, new=times is None):
+            return None
+        if times is None and not known and stretch.changed_to(key, self._lent):
+            times = STEADY  # an earlier stretch became a graph, whose results have the same address in every run
         times = (times or 0) + 1
         stretch.missed(key)
         stretch.seen[short] = times
@@ -210,10 +214,12 @@ class Graphs:
             if _mark_changing(prepared, _history(prepared).note(frame.params, stretch.params)):
                 _fold_again(prepared)
             return None
+        self._drop_stale(stretch, key)
         if not self._has_room(stretch, key):
             return None
         lending = sum([bool(c.lent) for graphs in self._family(stretch, key) for c in graphs])
         lend = bool(stretch.lends) and known < LENDING and lending < LENDING_ALL
+        lend = lend and sum([bool(c.lent) for graphs in stretch.captured.values() for c in graphs]) < LENDING_STRETCH
         captured = self._capture(prepared, frame, steps, stretch, lend=lend)
         if captured is None:
             return None
@@ -239,6 +245,15 @@ class Graphs:
             self._forget_unused()
             self._count_destroyed()
         return self._fits(stretch) and self._failures < FAILURES
+
+    def _drop_stale(self, stretch: Stretch, key: Key) -> None:
+        """Drop the graphs of a key's family that were not used in the last STALE runs of the stretch."""
+        wanted, since = stretch.family(key), stretch.runs - STALE
+        for other, graphs in list(stretch.captured.items()):
+            if stretch.family(other) == wanted:
+                graphs[:] = [captured for captured in graphs if captured.used >= since]
+                if not graphs:
+                    del stretch.captured[other]
 
     def _fits(self, stretch: Stretch) -> bool:
         """Whether there is room for a graph of a stretch."""
@@ -268,8 +283,8 @@ class Graphs:
 
     def _family(self, stretch: Stretch, key: Key) -> list[list[Captured]]:
         """Return the graphs of a stretch whose keys differ from `key` only in addresses that graphs lend."""
-        wanted = stretch.family(key, self._lent)
-        return [graphs for other, graphs in stretch.captured.items() if stretch.family(other, self._lent) == wanted]
+        wanted = stretch.family(key)
+        return [graphs for other, graphs in stretch.captured.items() if stretch.family(other) == wanted]
 
     def _capture(
         self,

@@ -33,6 +33,11 @@ COUNTED = 512
 #: with at least MOVED of them become moving ones at the same time. Keys are counted if at most RECENT runs lie between them: now
 #: and then, a run without graphs has other addresses.
 MOVES, MOVED, RECENT = 4, 2, 8
+#: Number of runs in which a small input has a buffer that the session made after its first run of the stretch. Then the input is
+#: a moving one.
+YOUNG = 2
+#: Number of sessions whose first run of a stretch is remembered.
+SESSIONS = 64
 
 #: Steps that launch nothing on the device.
 FREE_OF_WORK = (Gather, Free, Review)
@@ -65,6 +70,9 @@ class Stretch:
             the memory of slots.
         fixed: number of slots whose addresses are in the key. The other slots are moving: they are copied before a replay.
         moves: for small slots, the number of recent changes of address, and the run of the last one.
+        young: for small slots, the number of runs in which their buffer was made after the session's first run. A training step
+            passes small tensors on from program to program, and their addresses never recur.
+        firsts: for each session, the newest buffer of its first run.
         full: whether a capture has failed because there was no memory.
         outside: whether the program announced the true sizes of what the stretch lends. Then this memory is allocated before a
             capture, outside of the graph's pool.
@@ -90,6 +98,8 @@ class Stretch:
     entered: list[tuple[int, int]] | None = None
     fixed: int = 0
     moves: dict[int, tuple[int, int]] = field(default_factory=dict)
+    young: dict[int, int] = field(default_factory=dict)
+    firsts: OrderedDict[int, int] = field(default_factory=OrderedDict)
     full: bool = False
     outside: bool = True
     last: OrderedDict[Key, Key] = field(default_factory=OrderedDict)
@@ -141,23 +151,44 @@ class Stretch:
         self.entered, self.fixed = [*fixed, *self.moving], len(fixed)
         self.take = picker([k for _, k in fixed if k >= 0]), picker([~k for _, k in fixed if k < 0])
 
-    def moved(self, key: Key) -> bool:
-        """Note the addresses of a new key. Returns whether slots become moving ones, so that keys change."""
-        before = self.last.get(self._large(key))
-        if before is None:
-            return False
+    def moved(self, key: Key, frame: Frame, *, new: bool) -> bool:
+        """Note the inputs of a run without a graph. Returns whether slots become moving ones, so that keys change.
+
+        `new`: the key is a new one.
+        """
         entered, moves = self.entered or [], self.moves
+        now_moving = self._have_young(frame)
+        before = self.last.get(self._large(key), ()) if new else ()
         for (slot, _), then, now in zip(entered[: self.fixed], before, key, strict=False):
             if then != now and slot in self.small:
                 times, run = moves.get(slot, (0, self.runs))
                 moves[slot] = (times + 1 if self.runs - run <= RECENT else 1), self.runs
-        if not any(times >= MOVES for times, _ in moves.values()):
+        if any(times >= MOVES for times, _ in moves.values()):
+            now_moving.update([slot for slot, (times, _) in moves.items() if times >= MOVED])
+        if not now_moving:
             return False
-        now_moving = {slot for slot, (times, _) in moves.items() if times >= MOVED}
         stay = [entry for entry in entered[: self.fixed] if entry[0] not in now_moving]
         self._order(stay, [entry for entry in entered if entry not in stay])
         self.reset()
         return True
+
+    def _have_young(self, frame: Frame) -> set[int]:
+        """Return the fixed small slots whose buffers were made after the session's first run of the stretch.
+
+        Nothing is returned before one of them had such buffers in `YOUNG` runs.
+        """
+        session = id(frame.buffers)
+        first = self.firsts.get(session)
+        if first is None:
+            self.firsts[session] = max(frame.bindings, default=0)
+            if len(self.firsts) > SESSIONS:
+                self.firsts.popitem(last=False)
+            return set()
+        fixed = [slot for slot, _ in (self.entered or [])[: self.fixed]]
+        found = {slot for slot in fixed if slot in self.small and frame.bindings[slot] > first}
+        for slot in found:
+            self.young[slot] = self.young.get(slot, 0) + 1
+        return found if any(self.young[slot] >= YOUNG for slot in found) else set()
 
     def missed(self, key: Key) -> None:
         """Remember the key of a run without a graph."""
@@ -181,9 +212,13 @@ class Stretch:
         self.last.clear()
         self.moves = {}
 
-    def family(self, key: Key, lent: set[int]) -> Key:
-        """Return what a key has in common with the keys of runs on the same weights: all but the addresses in `lent`."""
+    def family(self, key: Key) -> Key:
+        """Return what the keys have in common with which a loop runs the stretch on its own results.
+
+        That is all but the addresses that the stretch's own graphs lend.
+        """
         fixed = self.fixed
+        lent = {address for graphs in self.captured.values() for captured in graphs for address in captured.lent}
         return (*[0 if place in lent else place for place in key[:fixed]], *key[fixed:])
 
     def changed_to(self, key: Key, lent: set[int]) -> bool:
