@@ -15,7 +15,7 @@ from wooly_executor.memory.swap import Policy
 from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime.buffers import TORCH_DTYPE, Buffer
 from wooly_executor.runtime.captures import InvalidCaptureError
-from wooly_executor.runtime.graphs import IDLE, STEADY, History
+from wooly_executor.runtime.graphs import IDLE, PATIENCE, STEADY, History
 from wooly_executor.runtime.protocol import PlanRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.vram import SwapSettings
@@ -665,7 +665,7 @@ def test_graphs_unused_graph_makes_room(gpu, driver, monkeypatch):
     for _ in range(30):
         gpu.run(prepared, first, params)
     assert driver.captures == 1
-    for k in range(IDLE + 8):
+    for k in range(IDLE + 8 + PATIENCE):
         gpu.run(prepared, second, params)
         assert driver.captures == (1 if k < IDLE else driver.captures)
     assert driver.captures == 2

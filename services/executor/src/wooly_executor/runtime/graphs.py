@@ -37,9 +37,9 @@ from wooly_executor.runtime.stretches import COUNTED, FREE_OF_WORK, Key, Stretch
 
 #: Number of runs with the same key before a stretch is captured for it.
 STEADY = 3
-#: Maximum number of graphs per stretch whose keys differ only in addresses that graphs lend, because a loop may alternate between
-#: sets of buffers; and in all, because each layer of a model, and each session, runs the same program on its own weights. A graph
-#: that was not used in the last IDLE runs of its stretch makes room for another one.
+#: Maximum number of graphs per stretch whose keys differ only in addresses that its graphs lend, because a loop may alternate
+#: between sets of buffers; and in all, because each layer of a model, and each session, runs the same program on its own weights.
+#: A graph that was not used in the last IDLE runs of its stretch makes room for another one.
 VARIANTS, VARIANTS_ALL, IDLE = 8, 256, 1024
 #: Maximum number of graphs that lend their memory, per key and per such family of keys. Where a loop keeps a result until it
 #: makes the next one, the second graph of a key has other memory. Where each result is the input of the next run, lent memory
@@ -50,6 +50,8 @@ LENDING_STRETCH = 128
 #: Graphs of a family that were not used in so many runs of the stretch are dropped before another one is captured. Most of them
 #: are from runs before the memory of earlier programs was lent by graphs.
 STALE = 96
+#: Number of runs with a key before a capture for which there was no room is tried again.
+PATIENCE = 32
 #: Number of recent values that are known per param. A param is changing when its score exceeds CHANGING: a new value adds 2, a
 #: known one subtracts 1.
 VALUES, CHANGING = 8, 12
@@ -214,10 +216,11 @@ class Graphs:
             if _mark_changing(prepared, _history(prepared).note(frame.params, stretch.params)):
                 _fold_again(prepared)
             return None
-        self._drop_stale(stretch, key)
-        if not self._has_room(stretch, key):
+        family = self._recent_family(stretch, key)
+        if len(family) >= VARIANTS or not self._has_room(stretch, key):
+            stretch.seen[short] = -PATIENCE
             return None
-        lending = sum([bool(c.lent) for graphs in self._family(stretch, key) for c in graphs])
+        lending = len([c for c in family if c.lent])
         lend = bool(stretch.lends) and known < LENDING and lending < LENDING_ALL
         lend = lend and sum([bool(c.lent) for graphs in stretch.captured.values() for c in graphs]) < LENDING_STRETCH
         captured = self._capture(prepared, frame, steps, stretch, lend=lend)
@@ -238,22 +241,21 @@ class Graphs:
             del stretch.captured[oldest]
         elif sum([len(graphs) for graphs in stretch.captured.values()]) >= VARIANTS_ALL:
             return False
-        if sum([len(graphs) for graphs in self._family(stretch, key)]) >= VARIANTS:
-            return False
         self._count_destroyed()
         if not self._fits(stretch):
             self._forget_unused()
             self._count_destroyed()
         return self._fits(stretch) and self._failures < FAILURES
 
-    def _drop_stale(self, stretch: Stretch, key: Key) -> None:
-        """Drop the graphs of a key's family that were not used in the last STALE runs of the stretch."""
-        wanted, since = stretch.family(key), stretch.runs - STALE
-        for other, graphs in list(stretch.captured.items()):
-            if stretch.family(other) == wanted:
-                graphs[:] = [captured for captured in graphs if captured.used >= since]
-                if not graphs:
-                    del stretch.captured[other]
+    def _recent_family(self, stretch: Stretch, key: Key) -> list[Captured]:
+        """Return the graphs of a key's family. Those that were not used in the last STALE runs of the stretch are dropped."""
+        found, since = [], stretch.runs - STALE
+        for other, graphs in stretch.family(key):
+            graphs[:] = [captured for captured in graphs if captured.used >= since]
+            found += graphs
+            if not graphs:
+                del stretch.captured[other]
+        return found
 
     def _fits(self, stretch: Stretch) -> bool:
         """Whether there is room for a graph of a stretch."""
@@ -280,11 +282,6 @@ class Graphs:
             for key, graphs in list(stretch.captured.items()):
                 if max([captured.replay for captured in graphs]) < since:
                     del stretch.captured[key]
-
-    def _family(self, stretch: Stretch, key: Key) -> list[list[Captured]]:
-        """Return the graphs of a stretch whose keys differ from `key` only in addresses that graphs lend."""
-        wanted = stretch.family(key)
-        return [graphs for other, graphs in stretch.captured.items() if stretch.family(other) == wanted]
 
     def _capture(
         self,

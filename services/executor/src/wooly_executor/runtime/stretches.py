@@ -212,13 +212,18 @@ class Stretch:
         self.last.clear()
         self.moves = {}
 
-    def family(self, key: Key) -> Key:
-        """Return what the keys have in common with which a loop runs the stretch on its own results.
+    def family(self, key: Key) -> list[tuple[Key, list[Captured]]]:
+        """Return the graphs, by key, of the keys with which a loop runs the stretch on its own results.
 
-        That is all but the addresses that the stretch's own graphs lend.
+        They differ from `key` only in addresses that the stretch's own graphs lend.
         """
-        fixed = self.fixed
         lent = {address for graphs in self.captured.values() for captured in graphs for address in captured.lent}
+        wanted = self._without(key, lent)
+        return [(other, graphs) for other, graphs in self.captured.items() if self._without(other, lent) == wanted]
+
+    def _without(self, key: Key, lent: set[int]) -> Key:
+        """Return the key without some addresses."""
+        fixed = self.fixed
         return (*[0 if place in lent else place for place in key[:fixed]], *key[fixed:])
 
     def changed_to(self, key: Key, lent: set[int]) -> bool:
