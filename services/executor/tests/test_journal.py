@@ -9,6 +9,7 @@ import subprocess
 import sysconfig
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import nats
 import nats.errors
@@ -203,6 +204,7 @@ class Bin:
         self._check()
         if name not in self.streams:
             raise NotFoundError
+        return SimpleNamespace(config=SimpleNamespace(max_bytes=1 << 30))
 
     async def add_stream(self, config):
         self.streams.append(config.name)
