@@ -98,7 +98,7 @@ class ArtifactStore:
                 half = (config.max_bytes or 0) // 2
                 if e.err_code not in NO_STORAGE or half < MIN_BYTES:
                     raise refusal(f"bucket {self._bucket}", e) from e
-                log.info(
+                log.warning(
                     "bucket %s: JetStream cannot reserve %s bytes (%s)", self._bucket, config.max_bytes, e.description
                 )
                 config = replace(config, max_bytes=half)

@@ -220,8 +220,9 @@ def _repeats(given: Arguments, word: Word) -> dict[str, Any]:
     }
 
 
-#: Operators whose law (`guards`) also checks what no rule checks, on the host.
-_PARTLY = frozenset({"repeat_interleave"})
+#: Operators whose law (`guards`) also checks what no rule checks, on the host: the sum of repeats, and a negative index that a
+#: negative `padding_idx` exempts.
+_PARTLY = frozenset({"repeat_interleave", "embedding_dense_backward"})
 _RULES: dict[str, tuple[Rule, Exception]] = {
     name: (rule, why)
     for names, rule, why in (
