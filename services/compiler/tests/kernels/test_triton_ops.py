@@ -8,6 +8,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 import triton.language as tl  # noqa: E402
+from triton.language.extra.cuda.libdevice import rsqrt as cuda_rsqrt  # noqa: E402
 from wooly.errors import RemoteOperationError  # noqa: E402
 
 
@@ -574,6 +575,33 @@ def test_vendor_library_functions_have_neutral_names():
     )
     torch.testing.assert_close(out.cpu(), want, rtol=1e-5, atol=1e-6)
     assert "__nv" not in compiled.asm["ttir"].decode()
+
+
+@triton.jit
+def vendors_kernel(x_ptr, out_ptr, N: tl.constexpr):
+    n = tl.arange(0, N)
+    x = tl.load(x_ptr + n)
+    tl.store(out_ptr + n, tl.extra.cuda.libdevice.round(x))
+    tl.store(out_ptr + N + n, tl.extra.hip.libdevice.round(x))
+    tl.store(out_ptr + 2 * N + n, cuda_rsqrt(tl.abs(x)))
+
+
+def test_libdevice_of_each_vendor_is_the_neutral_one():
+    x, out = torch.randn(128), torch.empty(3, 128, device="cuda")
+    compiled = vendors_kernel[(1,)](*on(x), out, N=128)
+    want = torch.stack([torch.trunc(x + 0.5 * x.sign())] * 2 + [x.abs().rsqrt()])
+    torch.testing.assert_close(out.cpu(), want, rtol=1e-5, atol=1e-6)
+    assert "__nv" not in compiled.asm["ttir"].decode() and "__ocml" not in compiled.asm["ttir"].decode()
+
+
+@triton.jit
+def unknown_function_kernel(x_ptr):
+    tl.store(x_ptr, tl.extra.cuda.libdevice.j0(tl.load(x_ptr)))
+
+
+def test_function_that_libdevice_has_not_is_named():
+    with pytest.raises(triton.CompilationError, match="libdevice's function j0 is not supported; these are: abs, acos"):
+        unknown_function_kernel[(1,)](torch.ones(1, device="cuda"))
 
 
 @triton.jit

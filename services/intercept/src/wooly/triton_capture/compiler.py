@@ -9,7 +9,7 @@ from typing import Any
 from triton._C.libtriton import ir, passes
 from triton.backends.compiler import BaseBackend
 
-from wooly.triton_capture.libdevice import libdevice
+from wooly.triton_capture.libdevice import MODULES, libdevice
 
 NAME = "wooly"
 
@@ -53,7 +53,7 @@ class WoolyBackend(BaseBackend):  # type: ignore[misc]
         return bool(target.backend == NAME)
 
     def hash(self) -> str:
-        return f"{NAME}-1"
+        return f"{NAME}-2"
 
     def parse_options(self, options: dict[str, Any]) -> Options:
         """The options of a script that `Options` has. Other options, such as hints for a vendor, are ignored."""
@@ -67,7 +67,7 @@ class WoolyBackend(BaseBackend):  # type: ignore[misc]
         return {"min_dot_size": lambda lhs, rhs: (1, 1, 1), "convert_custom_types": None}
 
     def get_module_map(self) -> dict[str, ModuleType]:
-        return {"triton.language.extra.libdevice": libdevice()}
+        return dict.fromkeys(MODULES, libdevice())
 
     def load_dialects(self, context: Any) -> None:
         """Do nothing: the dialects of TTIR are always loaded."""

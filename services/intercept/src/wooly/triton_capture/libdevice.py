@@ -1,4 +1,4 @@
-"""Replaces `triton.language.extra.libdevice` while a kernel is captured. Importing this module needs Triton."""
+"""Replaces Triton's modules of libdevice while a kernel is captured. Importing this module needs Triton."""
 
 from __future__ import annotations
 
@@ -25,12 +25,17 @@ _OTHER_NAMES = {
     "fast_dividef": "div_rn",
     **{f"fast_{n}f": n for n in ("sin", "cos", "tan", "exp", "exp10", "log", "log2", "log10", "pow", "tanh")},
 }
+#: Triton's modules with these functions: the one for all vendors, and the vendors' own.
+MODULES = tuple(f"triton.language.extra.{vendor}libdevice" for vendor in ("", "cuda.", "hip."))
 _QUESTIONS = ("isnan", "isinf", "isfinite", "signbit")
 
 
 @functools.cache
 def libdevice() -> ModuleType:
-    """Make the module that replaces `triton.language.extra.libdevice` while a kernel is captured."""
+    """Make the module that replaces each of `MODULES` while a kernel is captured.
+
+    A function that it does not have raises an error when a kernel calls it, and not before: a kernel's file may import more.
+    """
     made = ModuleType("wooly.libdevice")
     arity = {name: n for n, names in _LIBDEVICE.items() for name in names.split()} | {"fabs": 1}
 
@@ -50,6 +55,19 @@ def libdevice() -> ModuleType:
 
         return core.extern({1: one, 2: two, 3: three}[n])
 
+    def missing(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def refuse(*operands: Any, _semantic: Any = None) -> Any:
+            raise NotImplementedError(
+                f"libdevice's function {name} is not supported; these are: {', '.join(sorted((*arity, *_OTHER_NAMES)))}"
+            )
+
+        refuse.__name__ = name
+        return core.extern(refuse)
+
+    made.__getattr__ = missing  # type: ignore[method-assign] # PEP 562
     for name in (*arity, *_OTHER_NAMES):
         setattr(made, name, function(_OTHER_NAMES.get(name, name)))
     return made
