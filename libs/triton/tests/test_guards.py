@@ -133,6 +133,12 @@ def test_guard_of_loops_checks_whether_the_launch_must_end():
     assert condition and re.search(r"scf\.for %\w+ = %\w+ to %w\d+ step", made.text)
 
 
+def test_guard_keeps_cache_hints():
+    hint = "{cachePolicy = #tt.cache_policy<cache_modifier = cg, eviction_policy = evict_last>}"
+    made = guarded(KERNEL.replace("BODY", f"    %v = tt.load %x {hint} : !tt.ptr<f32>\n    tt.store %x, %v {hint} : !tt.ptr<f32>"))
+    assert made.text.count(hint) == 2
+
+
 def test_guard_of_several_functions_is_refused():
     two = KERNEL.replace("BODY", "").replace("module {\n", "module {\n  tt.func private @f() {\n    tt.return\n  }\n")
     with pytest.raises(ForeignError, match="must have only the function k"):

@@ -69,6 +69,15 @@ def test_lowering_checks_every_access_against_its_buffer():
     assert body_.count("&& (ulong)o1 < n0_f32") == body_.count("+ o0;") == 2
 
 
+def test_cache_hints_do_not_change_the_lowering():
+    hint = "{cachePolicy = #tt.cache_policy<cache_modifier = ca, eviction_policy = evict_last>} "
+    plain, hinted = (
+        lowered(body(f"%a = tt.load %x {attrs}: !tt.ptr<f32>", f"tt.store %x, %a {attrs}: !tt.ptr<f32>"))
+        for attrs in ("", hint)
+    )
+    assert plain.text == hinted.text
+
+
 def test_lowering_of_loops_checks_whether_the_launch_must_end():
     text = lowered(WHOLE).text
     loops = re.findall(r"for \(v\d+ = .*\) \{ if \(W_END\) return;", text)
@@ -132,6 +141,14 @@ WRONG = {
             "%t = arith.remsi %r, %r : tensor<1048576xi32>",
         ),
         "more than 4 MiB",
+    ),
+    "an attribute of another dialect": (
+        body("%a = tt.load %x {cachePolicy = #gpu.address_space<global>} : !tt.ptr<f32>"),
+        "the attribute #gpu.address_space is not supported",
+    ),
+    "an attribute without end": (
+        body("%a = tt.load %x {cachePolicy = #tt.cache_policy<cache_modifier = ca} : !tt.ptr<f32>"),
+        "expected the end of an attribute",
     ),
     "a jump to nowhere": (HEAD + "    cf.br ^bb7\n  }\n}\n", "has no block"),
 }

@@ -41,6 +41,9 @@ SCALAR_TYPES: Final = ("i1", "i8", "i16", "i32", "i64", "f8E4M3FN", "f8E5M2", "f
 _TENSOR = re.compile(r"tensor<((?:\d{1,7}x){0,64})(!tt\.ptr<\w+(?:, \d+)?>|\w+)>")
 _POINTER = re.compile(r"!tt\.ptr<(\w+)(?:, \d+)?>")
 
+#: Attributes of dialects that operations may have. They are hints, which a CPU does not need.
+_DIALECT_ATTRS: Final = ("tt.cache_policy",)
+
 
 @dataclass(frozen=True, slots=True)
 class Type:
@@ -361,6 +364,20 @@ class Reader:
             found[name.text.strip('"')] = self._attr() if self._take("=") else True
         return found
 
+    def _dialect_attr(self) -> str:
+        """The text of an attribute of a dialect after its mark, such as `#tt.cache_policy<eviction_policy = evict_last>`."""
+        name = self._next().text
+        if name not in _DIALECT_ATTRS:
+            raise self._wrong(f"the attribute #{name[:60]} is not supported")
+        parts, depth = ["#", name], 0
+        while depth or self._peek().text == "<":
+            token = self._next()
+            if token.kind == "end":
+                raise self._wrong("expected the end of an attribute")
+            depth += (token.text == "<") - (token.text == ">")
+            parts.append(token.text)
+        return "".join(parts)
+
     def _attr(self) -> Attr:
         token = self._next()
         value: Attr
@@ -378,6 +395,8 @@ class Reader:
             else:
                 self._expect(">")
             return tuple(numbers)
+        if token.text == "#":
+            return self._dialect_attr()
         if token.kind == "number":
             try:
                 value = int(token.text, 0) if re.fullmatch(r"-?\d{1,18}|0x\w{1,16}", token.text) else float(token.text)

@@ -620,6 +620,21 @@ def test_missing_operation_is_named():
         torch.cuda.synchronize()
 
 
+@triton.jit
+def hinted_kernel(x_ptr, out_ptr, N: tl.constexpr):
+    n = tl.arange(0, N)
+    x = tl.load(x_ptr + n, mask=n < N - 1, other=2.0, cache_modifier=".ca", eviction_policy="evict_last")
+    tl.store(out_ptr + n, x * 2, cache_modifier=".cg", eviction_policy="evict_first")
+
+
+def test_cache_hints_are_accepted():
+    x, out = torch.randn(64), torch.empty(64, device="cuda")
+    hinted_kernel[(1,)](*on(x), out, N=64)
+    want = x * 2
+    want[-1] = 4
+    assert torch.equal(out.cpu(), want)
+
+
 # -- vectors and leading masks -------------------------------------------------------------------------------------------
 
 

@@ -27,7 +27,8 @@ def written(text: str, entry: str) -> frozenset[int]:
     for line in text[head.end() :].splitlines():
         if "!tt.ptr" not in line:
             continue
-        defined, _, rest = line.rpartition(" = ") if "scf." not in line else ("", "", line)
+        has_results = line.lstrip().startswith("%") and "scf." not in line
+        defined, _, rest = line.partition(" = ") if has_results else ("", "", line)
         operands = re.findall(r"%[\w$.-]+", rest)
         if "tt.store" in line or "tt.atomic" in line:
             found.append(operands[0])
