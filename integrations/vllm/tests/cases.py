@@ -22,8 +22,14 @@ NEW_TOKENS = 16
 
 
 def engine(folder, **more):
-    sizes = {"max_model_len": 256, "kv_cache_memory_bytes": 32 << 20, "max_num_batched_tokens": 512, "max_num_seqs": 16}
-    return LLM(model=folder, dtype="float32", seed=0, **sizes | more)
+    sizes = {
+        "dtype": "float32",
+        "max_model_len": 256,
+        "kv_cache_memory_bytes": 32 << 20,
+        "max_num_batched_tokens": 512,
+        "max_num_seqs": 16,
+    }
+    return LLM(model=folder, seed=0, **sizes | more)
 
 
 def tokens(llm, prompts=PROMPTS, n=NEW_TOKENS, lora_request=None, **sampling):
@@ -74,6 +80,25 @@ def general(folder):
             for o in found
         ],
     )  # fmt: skip
+
+
+def compared(folder, options="{}"):
+    """The logarithms of the probabilities of prompts and answers, for comparison with another engine."""
+    llm = engine(folder, **json.loads(options))
+    params = SamplingParams(
+        temperature=0, max_tokens=8, logprobs=0, prompt_logprobs=0, ignore_eos=True, detokenize=False
+    )
+    found = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
+    yield "tokens", [list(o.outputs[0].token_ids) for o in found]
+    rows = [[*o.prompt_logprobs[1:], *o.outputs[0].logprobs] for o in found]
+    yield "logprobs", [[{t: p.logprob for t, p in at.items()} for at in row] for row in rows]
+
+
+def model(folder):
+    llm = engine(folder, disable_log_stats=False)
+    yield "greedy", tokens(llm)
+    yield "alike", [tokens(llm, [p])[0] for p in ALIKE]
+    yield "prefix", counted(llm, "vllm:prefix_cache_hits")
 
 
 def chunked(folder):

@@ -30,11 +30,12 @@ QUANTISED = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    "mxfp4": {"quant_method": "mxfp4"},
 }
 #: Options of an engine for a plain model.
 OPTIONS = {
     "fp8 at start": {"quantization": "fp8", "dtype": "bfloat16"},
-    "cache": {"kv_cache_dtype": "fp8"},
+    "cache": {"kv_cache_dtype": "fp8_e5m2"},
     "embeddings as prompts": {"enable_prompt_embeds": True},
     "draft model": {"speculative_config": {"num_speculative_tokens": 2}},
     "transfer": {"kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")},
@@ -57,6 +58,7 @@ def cases(folder, model):
     """For each case: the options of the engine."""
     for name, (kind, of, more) in MODELS.items():
         yield name, {"model": saved(folder / name, kind, of, **more)}
+    yield "adapters of experts", {"model": str(folder / "experts"), "enable_lora": True}
     for name, how in QUANTISED.items():
         path = saved(folder / name, LlamaConfig, "LlamaForCausalLM", quantization_config=how)
         yield name, {"model": path, "dtype": "float16"}

@@ -5,14 +5,16 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.connected, pytest.mark.timeout(1200)]
 #: For each case of `refusals.py`: what the error names; None: the engine is configured.
 NAMED = {
-    "experts": ["mixtures of experts"],
+    "experts": None,
     "mamba": ["models with a state per request"],
     "hybrid": ["models with a state per request"],
-    "latent attention": ["multi-head latent attention", "mixtures of experts"],
-    "awq": ["quantised weights"],
-    "gptq": ["quantised weights"],
-    "fp8": ["quantised weights"],
-    "fp8 at start": ["quantised weights"],
+    "latent attention": None,
+    "adapters of experts": ["--enable-lora", "mixtures of experts"],
+    "awq": None,
+    "gptq": None,
+    "fp8": None,
+    "mxfp4": ["quantised weights in other formats"],
+    "fp8 at start": None,
     "cache": ["--kv-cache-dtype"],
     "embeddings as prompts": ["--enable-prompt-embeds"],
     "draft model": ["speculative decoding by other methods than ngram"],

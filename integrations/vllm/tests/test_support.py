@@ -13,7 +13,7 @@ def _config(**changed):
         "quantization": None,
         "is_hybrid": False,
         "has_inner_state": False,
-        "use_mla": False,
+        "hf_text_config": SimpleNamespace(),
         "is_moe": False,
         "enable_prompt_embeds": False,
         "enable_sleep_mode": False,
@@ -35,6 +35,7 @@ def _config(**changed):
 
 def test_plain_configuration_is_supported():
     assert support.unsupported(_config()) == []
+    assert support.unsupported(_config(is_moe=True, quantization="auto_awq", cache_dtype="fp8")) == []
     assert support.unsupported(_config(speculative_config=SimpleNamespace(method="ngram"))) == []
 
 
@@ -43,13 +44,13 @@ def test_plain_configuration_is_supported():
     [
         ({"tensor_parallel_size": 2}, "more than one device"),
         ({"decode_context_parallel_size": 2}, "more than one device"),
-        ({"quantization": "awq"}, "quantised weights"),
+        ({"quantization": "mxfp4"}, "quantised weights in other formats than AWQ"),
         ({"is_hybrid": True}, "state per request"),
         ({"has_inner_state": True}, "state per request"),
-        ({"is_moe": True}, "mixtures of experts"),
-        ({"use_mla": True}, "multi-head latent attention"),
+        ({"is_moe": True, "lora_config": object()}, "adapters (--enable-lora) in mixtures of experts"),
+        ({"hf_text_config": SimpleNamespace(index_topk=8)}, "sparse latent attention"),
         ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
-        ({"cache_dtype": "fp8"}, "--kv-cache-dtype"),
+        ({"cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype"),
         ({"speculative_config": SimpleNamespace(method="eagle")}, "other methods than ngram"),
         ({"kv_transfer_config": object()}, "--kv-transfer-config"),
     ],
@@ -60,7 +61,7 @@ def test_unsupported_part_is_named(changed, words):
 
 
 def test_unsupported_parts_are_all_named():
-    assert len(support.unsupported(_config(quantization="gptq", use_mla=True, tensor_parallel_size=4))) == 3
+    assert len(support.unsupported(_config(quantization="mxfp4", is_hybrid=True, tensor_parallel_size=4))) == 3
 
 
 def test_configuration_without_model_is_checked():

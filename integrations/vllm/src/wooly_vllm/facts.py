@@ -39,13 +39,13 @@ def _of(device_id: int) -> dict[str, Any]:
 
 
 def capability(device_id: int) -> tuple[int, int]:
-    """Compute capability of a device (major, minor)."""
-    return capability_of(_of(device_id).get("arch", ""))
+    """Compute capability of a device (major, minor). vLLM chooses dtypes by it, so a CPU has the first one with all of them."""
+    return capability_of(_of(device_id).get("arch", "")) if is_gpu(device_id) else (8, 9)
 
 
 def name(device_id: int) -> str:
-    """Name of a device."""
-    return f"{_of(device_id).get('name', 'unknown device')} (WOOLY)"
+    """Name of a device, as its vendor writes it: vLLM looks for tuned sizes of kernels by it."""
+    return str(_of(device_id).get("name", "unknown device"))
 
 
 def total_memory(device_id: int) -> int:
@@ -61,3 +61,9 @@ def cores(device_id: int) -> int:
 def is_gpu(device_id: int = 0) -> bool:
     """Whether the executor's device is a GPU. Kernels in Triton then have the vendor's compiler."""
     return str(_of(device_id).get("arch", "")).startswith(("sm_", "gfx"))
+
+
+def multiplies_fp8(device_id: int = 0) -> bool:
+    """Whether PyTorch's products of 8-bit floating-point numbers work on a device."""
+    arch = str(_of(device_id).get("arch", ""))
+    return arch.startswith(("gfx94", "gfx95", "gfx12")) if arch.startswith("gfx") else capability(device_id) >= (8, 9)

@@ -75,14 +75,25 @@ class WoolyPlatform(Platform):  # type: ignore[misc] # vLLM has no stubs
         """The attention of vLLM that is written in Triton.
 
         Raises:
-            ValueError: another one was chosen.
+            ValueError: another one was chosen, or the model's attention is sparse.
         """
+        if attn_selector_config.use_sparse:
+            raise ValueError("sparse latent attention is compiled for CUDA and does not run on Wooly's device")
         if selected_backend is not None and selected_backend.name not in support.ATTENTION:
             raise ValueError(
                 f"the attention backend {selected_backend.name} is compiled for CUDA and does not run on Wooly's device; "
                 f"leave --attention-backend out, or choose {', '.join(support.ATTENTION)}"
             )
+        if attn_selector_config.use_mla:
+            return "vllm.v1.attention.backends.mla.triton_mla.TritonMLABackend"
         return "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
+
+    @classmethod
+    def get_mla_prefill_backend_cls(cls, mla_selector_config: Any) -> Any:
+        """The class that computes the attention of prompts in models with latent attention."""
+        from wooly_vllm.latent_attention import WoolyMLAPrefill
+
+        return WoolyMLAPrefill
 
     @classmethod
     def get_punica_wrapper(cls) -> str:
@@ -95,6 +106,11 @@ class WoolyPlatform(Platform):  # type: ignore[misc] # vLLM has no stubs
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
         """Accept each dtype: the device computes with all of them."""
+
+    @classmethod
+    def supports_fp8(cls) -> bool:
+        """Whether the device multiplies 8-bit floats: NVIDIA's from compute capability 8.9 on, AMD's newer ones, and CPUs."""
+        return facts.multiplies_fp8()
 
     @classmethod
     def support_hybrid_kv_cache(cls) -> bool:

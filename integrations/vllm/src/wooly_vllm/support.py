@@ -10,8 +10,12 @@ from typing import Any
 
 #: Releases of vLLM, by the first two numbers of their version, that the tests have run with.
 TESTED = ("0.32",)
+#: Formats of quantised weights, as vLLM names them, whose kernels are Triton's or PyTorch's.
+QUANTISED = ("auto_awq", "awq", "auto_gptq", "gptq", "moe_wna16", "fp8", "compressed-tensors")
+#: Dtypes of the cache of keys and values, as vLLM names them.
+CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
 #: Attention backends, as vLLM names them.
-ATTENTION = ("TRITON_ATTN",)
+ATTENTION = ("TRITON_ATTN", "TRITON_MLA")
 
 
 def _parallel(config: Any) -> bool:
@@ -24,32 +28,39 @@ def _speculation(config: Any) -> bool:
     return config.speculative_config is not None and config.speculative_config.method != "ngram"
 
 
+def _quantisation(config: Any) -> bool:
+    return bool(config.model_config and config.model_config.quantization) and (
+        config.model_config.quantization not in QUANTISED
+    )
+
+
 #: For each part of a configuration: whether the configuration uses it, and what the error says about it.
 _RULES: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (_parallel, "more than one device per server (tensor, pipeline, data or context parallelism)"),
     (
-        lambda c: bool(c.model_config and c.model_config.quantization),
-        "quantised weights: their kernels are operators that vLLM compiled for CUDA, which need a GPU in this machine",
+        _quantisation,
+        "quantised weights in other formats than AWQ, GPTQ, FP8 and compressed-tensors: their kernels are operators that vLLM "
+        "compiled for CUDA, which need a GPU in this machine",
     ),
     (
         lambda c: bool(c.model_config and (c.model_config.is_hybrid or c.model_config.has_inner_state)),
         "models with a state per request (Mamba and hybrids): their kernels read addresses of tensors from memory",
     ),
     (
-        lambda c: bool(c.model_config and c.model_config.is_moe),
-        "mixtures of experts: the kernels that sort tokens by expert are compiled for CUDA",
-    ),
-    (
-        lambda c: bool(c.model_config and c.model_config.use_mla),
-        "models with multi-head latent attention (DeepSeek): their attention kernels are compiled for CUDA",
+        lambda c: hasattr(getattr(c.model_config, "hf_text_config", None), "index_topk"),
+        "sparse latent attention (DeepSeek from V3.2 on): its kernels are compiled for CUDA",
     ),
     (
         lambda c: bool(c.model_config and c.model_config.enable_prompt_embeds),
         "embeddings as prompts (--enable-prompt-embeds): their kernel reads addresses of tensors from memory",
     ),
     (
-        lambda c: c.cache_config is not None and c.cache_config.cache_dtype != "auto",
+        lambda c: c.cache_config is not None and c.cache_config.cache_dtype not in CACHE_DTYPES,
         "a cache of keys and values in another dtype than the model's (--kv-cache-dtype)",
+    ),
+    (
+        lambda c: c.lora_config is not None and bool(c.model_config and c.model_config.is_moe),
+        "adapters (--enable-lora) in mixtures of experts: the operators that sort adapters' tokens are compiled for CUDA",
     ),
     (_speculation, "speculative decoding by other methods than ngram"),
     (

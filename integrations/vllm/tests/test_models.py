@@ -1,0 +1,74 @@
+"""Mixtures of experts, latent attention and quantised weights: vLLM on "cuda" against Transformers on the CPU."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from integrations.vllm.tests import random_models
+from integrations.vllm.tests.test_generate import ALIKE, PROMPTS, continued
+
+pytestmark = [pytest.mark.slow, pytest.mark.connected, pytest.mark.timeout(1200)]
+#: Formats that also round activations to eight bits. The others keep them.
+ROUNDED = ("fp8", "fp8-blocks", "compressed-int8", "compressed-fp8")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Folder of a model of `random_models`."""
+    made = {}
+
+    def save(name):
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            random_models.save(made[name], name)
+        return made[name]
+
+    return save
+
+
+def local(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def differences(found, plain):
+    """Absolute differences of an engine's log probabilities from those of a model, in order of size."""
+    result = []
+    for prompt, tokens, rows in zip(PROMPTS, found["tokens"], found["logprobs"], strict=True):
+        with torch.no_grad():
+            want = plain(torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)
+        result += [abs(p - want[at, int(t)].item()) for at, row in enumerate(rows) for t, p in row.items()]
+    return sorted(result)
+
+
+@pytest.mark.parametrize("name", random_models.MODELS)
+def test_experts_and_latent_attention_equal_transformers(stack, saved, name):
+    found, plain = stack.cases(saved(name), "model"), local(saved(name))
+    assert found["greedy"] == continued(plain, PROMPTS)
+    assert found["alike"] == continued(plain, ALIKE)
+    assert found["prefix"]["vllm:prefix_cache_hits"] >= 2 * 96
+
+
+def test_chunked_prefill_with_latent_attention_equals_transformers(stack, saved):
+    folder = saved("deepseek2")
+    assert stack.cases(folder, "chunked")["alike"] == continued(local(folder), ALIKE)
+
+
+@pytest.mark.parametrize("form", random_models.FORMATS)
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_quantised_weights_mean_what_their_format_says(stack, model, saved, tmp_path, name, form):
+    random_models.quantise(model if name == "llama" else saved(name), form, tmp_path / form)
+    found = stack.cases(tmp_path / form, "compared", json.dumps({"dtype": "float16"}))
+    off = differences(found, local(tmp_path / form / "plain"))
+    # A token whose experts are nearly equal may get other experts, which moves its probability much further.
+    usual, most = (4e-3, 0.02) if form in ROUNDED else (2e-4, 1e-3)
+    assert off[len(off) // 2] < usual and off[int(len(off) * 0.9)] < most
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek2"])
+def test_cache_of_eight_bits(stack, model, saved, name):
+    folder = model if name == "llama" else saved(name)
+    options = {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}
+    off = differences(stack.cases(folder, "compared", json.dumps(options)), local(folder))
+    assert 1e-4 < off[len(off) // 2] < 4e-3 and off[int(len(off) * 0.9)] < 0.02
