@@ -133,6 +133,29 @@ def test_guard_of_loops_checks_whether_the_launch_must_end():
     assert condition and re.search(r"scf\.for %\w+ = %\w+ to %w\d+ step", made.text)
 
 
+JUMPS = """    %c0 = arith.constant 0 : i32
+    %c = arith.cmpi sge, %n, %c0 : i32
+    cf.cond_br %c, ^bb1, ^bb2
+  ^bb1:
+    FIRST
+  ^bb2:
+    %d = arith.cmpi sgt, %n, %c0 : i32
+    cf.cond_br %d, ^bb1, ^bb3
+  ^bb3:
+    %v = tt.load %x : !tt.ptr<f32>
+    tt.store %x, %v : !tt.ptr<f32>"""
+
+
+def test_guard_of_jumps_to_an_earlier_return():
+    made = guarded(KERNEL.replace("BODY", JUMPS.replace("FIRST", "tt.return")))
+    assert made.text.count("tt.return") == 2 and made.writes == (True, False)
+
+
+def test_guard_of_jumps_in_a_cycle_is_refused():
+    with pytest.raises(ForeignError, match="a jump back cannot be stopped on a GPU"):
+        guarded(KERNEL.replace("BODY", JUMPS.replace("FIRST", "cf.br ^bb2")))
+
+
 def test_guard_keeps_cache_hints():
     hint = "{cachePolicy = #tt.cache_policy<cache_modifier = cg, eviction_policy = evict_last>}"
     made = guarded(KERNEL.replace("BODY", f"    %v = tt.load %x {hint} : !tt.ptr<f32>\n    tt.store %x, %v {hint} : !tt.ptr<f32>"))

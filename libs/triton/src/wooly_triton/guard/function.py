@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -77,6 +78,20 @@ def guard(text: str, entry: str, args: Sequence[str], claims: Sequence[int], thr
     return _Guard(lines, functions[0], args, claims, threads).run()
 
 
+def _has_cycle(blocks: list[Block]) -> bool:
+    """Whether jumps between blocks can come back. A jump to an earlier block that returns cannot."""
+    after = {block.label: {label for op in block.ops for label, _ in op.targets} for block in blocks}
+    entered = Counter(label for labels in after.values() for label in labels)
+    ready, left = [label for label in after if not entered[label]], len(after)
+    while ready:
+        left -= 1
+        for label in after.get(ready.pop(), ()):
+            entered[label] -= 1
+            if not entered[label]:
+                ready.append(label)
+    return left > 0
+
+
 class _Guard(Accesses, Arithmetic, Loops):
     """Walks over one function, line by line."""
 
@@ -110,12 +125,13 @@ class _Guard(Accesses, Arithmetic, Loops):
 
     def _blocks(self, blocks: list[Block], scope: Scope) -> None:
         seen: set[str] = set()
+        loops = len(blocks) > 1 and _has_cycle(blocks)
         for block in blocks:
             seen.add(block.label)
             scope.update({name: Def(depth=len(self._loops_around)) for name, _ in block.args})
             for op in block.ops:
                 for label, _ in op.targets:
-                    if label in seen:
+                    if loops and label in seen:
                         raise ForeignError(f"{op.place}: a jump back cannot be stopped on a GPU; write it as a loop")
                 self._op(op, scope)
 
