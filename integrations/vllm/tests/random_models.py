@@ -18,9 +18,17 @@ _LATENT = {
     "moe_intermediate_size": 32, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_shared_experts": 1,
     "routed_scaling_factor": 1.0, "topk_group": 1,
 }  # fmt: skip
+_STATES = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 32}
+_LINEAR = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4, "head_dim": 32,
+}  # fmt: skip
+_EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
+#: Models with a state per request, which have no cached prefixes here.
+WITH_STATES = ("mamba2", "granite-hybrid", "qwen3next")
 #: For each model: the name of its class in Transformers, sizes beside those of the tiny Llama, and what only vLLM reads.
 MODELS = {
-    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, {}),
+    "mixtral": ("Mixtral", _EXPERTS, {}),
     "qwen3moe": (
         "Qwen3Moe",
         {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16, "norm_topk_prob": True},
@@ -35,6 +43,19 @@ MODELS = {
         "DeepseekV3",
         _LATENT | {"q_lora_rank": 24, "n_routed_experts": 8, "n_group": 2},
         {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    ),
+    "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 32}, {}),
+    "granite-hybrid": (
+        "GraniteMoeHybrid",
+        _EXPERTS | _STATES | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 64},
+        {},
+    ),
+    "qwen3next": (
+        "Qwen3Next",
+        _LINEAR
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        | {"shared_expert_intermediate_size": 32, "layer_types": ["linear_attention", "full_attention"]},
+        {},
     ),
 }  # fmt: skip
 

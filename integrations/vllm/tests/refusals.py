@@ -61,7 +61,7 @@ def cases(folder, model):
     yield "adapters of experts", {"model": str(folder / "experts"), "enable_lora": True}
     for name, how in QUANTISED.items():
         path = saved(folder / name, LlamaConfig, "LlamaForCausalLM", quantization_config=how)
-        yield name, {"model": path, "dtype": "float16"}
+        yield name, {"model": path, "dtype": "bfloat16"}
     for name, options in OPTIONS.items():
         if name == "draft model":
             options["speculative_config"]["model"] = model

@@ -26,8 +26,10 @@ def launched(stack, model, tmp_path_factory):
     stack.cases(model, "speculative", **cache)
     eight = json.dumps({"dtype": "bfloat16", "kv_cache_dtype": "fp8"})
     stack.cases(model, "compared", eight, **cache)
-    for name in ("mixtral", "deepseek2"):
+    for name in ("mixtral", "deepseek2", "granite-hybrid", "qwen3next"):
         random_models.save(folder / name, name)
+    stack.cases(folder / "granite-hybrid", "compared", **cache)
+    stack.cases(folder / "qwen3next", "compared", json.dumps({"dtype": "bfloat16"}), **cache)
     stack.cases(folder / "deepseek2", "model", **cache)
     stack.cases(folder / "deepseek2", "compared", eight, **cache)
     for form in ("awq", "gptq8", "fp8-blocks", "compressed-int4", "compressed-int8"):

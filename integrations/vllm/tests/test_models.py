@@ -42,12 +42,20 @@ def differences(found, plain):
     return sorted(result)
 
 
-@pytest.mark.parametrize("name", random_models.MODELS)
-def test_experts_and_latent_attention_equal_transformers(stack, saved, name):
+@pytest.mark.parametrize("name", [name for name in random_models.MODELS if name != "qwen3next"])
+def test_experts_latent_attention_and_states_equal_transformers(stack, saved, name):
     found, plain = stack.cases(saved(name), "model"), local(saved(name))
     assert found["greedy"] == continued(plain, PROMPTS)
     assert found["alike"] == continued(plain, ALIKE)
-    assert found["prefix"]["vllm:prefix_cache_hits"] >= 2 * 96
+    hits = found["prefix"]["vllm:prefix_cache_hits"]
+    assert hits == 0 if name in random_models.WITH_STATES else hits >= 2 * 96
+
+
+def test_linear_attention_is_near_transformers(stack, saved):
+    """vLLM's kernels of gated delta rules compute only in half precision."""
+    folder = saved("qwen3next")
+    off = differences(stack.cases(folder, "compared", json.dumps({"dtype": "bfloat16"})), local(folder))
+    assert off[len(off) // 2] < 2e-3 and off[int(len(off) * 0.9)] < 0.01
 
 
 def test_chunked_prefill_with_latent_attention_equals_transformers(stack, saved):

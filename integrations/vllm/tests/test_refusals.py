@@ -6,8 +6,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.connected, pytest.mark.timeout(1200)
 #: For each case of `refusals.py`: what the error names; None: the engine is configured.
 NAMED = {
     "experts": None,
-    "mamba": ["models with a state per request"],
-    "hybrid": ["models with a state per request"],
+    "mamba": ["the first form of Mamba"],
+    "hybrid": None,
     "latent attention": None,
     "adapters of experts": ["--enable-lora", "mixtures of experts"],
     "awq": None,

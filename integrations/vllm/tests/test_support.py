@@ -35,6 +35,7 @@ def _config(**changed):
 
 def test_plain_configuration_is_supported():
     assert support.unsupported(_config()) == []
+    assert support.unsupported(_config(is_hybrid=True, has_inner_state=True)) == []
     assert support.unsupported(_config(is_moe=True, quantization="auto_awq", cache_dtype="fp8")) == []
     assert support.unsupported(_config(speculative_config=SimpleNamespace(method="ngram"))) == []
 
@@ -45,8 +46,8 @@ def test_plain_configuration_is_supported():
         ({"tensor_parallel_size": 2}, "more than one device"),
         ({"decode_context_parallel_size": 2}, "more than one device"),
         ({"quantization": "mxfp4"}, "quantised weights in other formats than AWQ"),
-        ({"is_hybrid": True}, "state per request"),
-        ({"has_inner_state": True}, "state per request"),
+        ({"is_hybrid": True, "speculative_config": SimpleNamespace(method="ngram")}, "state per request"),
+        ({"has_inner_state": True, "hf_text_config": SimpleNamespace(model_type="mamba")}, "the first form of Mamba"),
         ({"is_moe": True, "lora_config": object()}, "adapters (--enable-lora) in mixtures of experts"),
         ({"hf_text_config": SimpleNamespace(index_topk=8)}, "sparse latent attention"),
         ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
@@ -61,7 +62,14 @@ def test_unsupported_part_is_named(changed, words):
 
 
 def test_unsupported_parts_are_all_named():
-    assert len(support.unsupported(_config(quantization="mxfp4", is_hybrid=True, tensor_parallel_size=4))) == 3
+    assert (
+        len(support.unsupported(_config(quantization="mxfp4", enable_prompt_embeds=True, tensor_parallel_size=4))) == 3
+    )
+
+
+def test_need_of_8_bit_floats():
+    assert not support.needs_fp8(_config(quantization="auto_awq"))
+    assert support.needs_fp8(_config(quantization="fp8")) and support.needs_fp8(_config(cache_dtype="fp8_e4m3"))
 
 
 def test_configuration_without_model_is_checked():

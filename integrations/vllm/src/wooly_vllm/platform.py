@@ -139,6 +139,11 @@ class WoolyPlatform(Platform):  # type: ignore[misc] # vLLM has no stubs
         compilation.mode = CompilationMode.NONE
         if compilation.cudagraph_mode is None:
             compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+        cache = vllm_config.cache_config
+        if support.has_states(vllm_config) and cache.enable_prefix_caching:
+            log.info("prefix caching is off: the kernels that copy states of requests read addresses of tensors")
+            cache.enable_prefix_caching, cache.mamba_cache_mode = False, "none"
+            cache.mamba_block_size = vllm_config.model_config.max_model_len
 
     @classmethod
     def opaque_attention_op(cls) -> bool:
@@ -155,7 +160,10 @@ class WoolyPlatform(Platform):  # type: ignore[misc] # vLLM has no stubs
 
         from wooly_vllm import stopping  # vLLM imports the platform before its engine
 
-        if refused := support.unsupported(vllm_config):
+        refused = support.unsupported(vllm_config)
+        if support.needs_fp8(vllm_config) and not cls.supports_fp8():
+            refused.append(f"8-bit floats (FP8) on {cls.get_device_name()}, which does not multiply them")
+        if refused:
             raise ValueError(
                 "vLLM on Wooly does not support: " + "; ".join(refused) + ". docs/guides/serving.md lists what works"
             )

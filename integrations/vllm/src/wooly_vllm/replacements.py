@@ -18,7 +18,7 @@ from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker import gpu_worker
 from wooly import api
 
-from wooly_vllm import block_tables, facts, kernels, transfers
+from wooly_vllm import block_tables, cache_blocks, facts, kernels, transfers
 
 
 def warm_up(worker: Any, *, process_local_only: bool = False) -> None:
@@ -76,6 +76,7 @@ def install() -> None:
     graphs.weak_ref_tensors = keep
     engine.cleanup_dist_env_and_memory = clean_up
     block_tables.install()
+    cache_blocks.install()
     kernels.install()
     transfers.install()
     DefaultModelLoader.load_model = load_model

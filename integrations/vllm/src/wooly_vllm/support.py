@@ -12,6 +12,8 @@ from typing import Any
 TESTED = ("0.32",)
 #: Formats of quantised weights, as vLLM names them, whose kernels are Triton's or PyTorch's.
 QUANTISED = ("auto_awq", "awq", "auto_gptq", "gptq", "moe_wna16", "fp8", "compressed-tensors")
+#: Kinds of models, as Transformers names them, with the first form of Mamba.
+FIRST_MAMBA = ("mamba", "falcon_mamba", "jamba")
 #: Dtypes of the cache of keys and values, as vLLM names them.
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
 #: Attention backends, as vLLM names them.
@@ -43,8 +45,13 @@ _RULES: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "compiled for CUDA, which need a GPU in this machine",
     ),
     (
-        lambda c: bool(c.model_config and (c.model_config.is_hybrid or c.model_config.has_inner_state)),
-        "models with a state per request (Mamba and hybrids): their kernels read addresses of tensors from memory",
+        lambda c: getattr(getattr(c.model_config, "hf_text_config", None), "model_type", "") in FIRST_MAMBA,
+        "the first form of Mamba: its scan is compiled for CUDA (Mamba 2 works)",
+    ),
+    (
+        lambda c: c.speculative_config is not None and has_states(c),
+        "speculative decoding of models with a state per request (Mamba and hybrids): the kernels that copy states read "
+        "addresses of tensors from memory",
     ),
     (
         lambda c: hasattr(getattr(c.model_config, "hf_text_config", None), "index_topk"),
@@ -77,6 +84,25 @@ def unsupported(config: Any) -> list[str]:
         config: vLLM's configuration (`vllm.config.VllmConfig`).
     """
     return [text for uses, text in _RULES if uses(config)]
+
+
+def has_states(config: Any) -> bool:
+    """Whether a model keeps a state per request: Mamba, linear attention, and hybrids of them.
+
+    Args:
+        config: vLLM's configuration (`vllm.config.VllmConfig`).
+    """
+    return bool(config.model_config and (config.model_config.is_hybrid or config.model_config.has_inner_state))
+
+
+def needs_fp8(config: Any) -> bool:
+    """Whether a server computes with 8-bit floats, as its configuration tells: weights in FP8's format, or the cache.
+
+    Args:
+        config: vLLM's configuration (`vllm.config.VllmConfig`).
+    """
+    of_weights = config.model_config is not None and config.model_config.quantization == "fp8"
+    return of_weights or (config.cache_config is not None and config.cache_config.cache_dtype.startswith("fp8"))
 
 
 def uncaptured(config: Any) -> str:
