@@ -27,6 +27,7 @@ INHERITED = {
         *("self._staged_write_indices", "self._staged_write_starts", "self._staged_write_contents"),
         *("self._staged_write_cu_lens", "self._uva"),
     },
+    "integrations/vllm/src/wooly_vllm/kernels.py": {"linear._POSSIBLE_FP8_BLOCK_KERNELS"},  # vLLM's table
     "integrations/vllm/src/wooly_vllm/adapters.py": {"self._update_base_metadata"},  # vLLM's adapters
 }
 #: Objects whose attributes are operators; many operator names begin with an underscore.

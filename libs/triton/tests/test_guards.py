@@ -158,7 +158,8 @@ def test_guard_of_jumps_in_a_cycle_is_refused():
 
 def test_guard_keeps_cache_hints():
     hint = "{cachePolicy = #tt.cache_policy<cache_modifier = cg, eviction_policy = evict_last>}"
-    made = guarded(KERNEL.replace("BODY", f"    %v = tt.load %x {hint} : !tt.ptr<f32>\n    tt.store %x, %v {hint} : !tt.ptr<f32>"))
+    body = f"    %v = tt.load %x {hint} : !tt.ptr<f32>\n    tt.store %x, %v {hint} : !tt.ptr<f32>"
+    made = guarded(KERNEL.replace("BODY", body))
     assert made.text.count(hint) == 2
 
 

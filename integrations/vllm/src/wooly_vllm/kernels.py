@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from typing import Any
@@ -23,6 +24,12 @@ _MODULES = (
     "vllm.model_executor.layers.fused_moe.experts.triton_moe",
     "vllm.model_executor.layers.fused_moe.oracle.unquantized",
 )
+#: Kernels of linear layers by vLLM's name of the kind, the preferred one first.
+_LINEAR = {
+    "mp": (linear.TritonW4A16LinearKernel, linear.ExllamaLinearKernel),
+    "fp8": (linear.PerTensorTorchFP8ScaledMMLinearKernel, linear.ChannelWiseTorchFP8ScaledMMLinearKernel),
+    "int8": (linear.TritonInt8ScaledMMLinearKernel,),
+}
 
 
 class _AsCuda:
@@ -41,20 +48,18 @@ class _AsCuda:
         return getattr(current_platform, name)
 
 
+@functools.cache
 def install() -> None:
-    """Replace what chooses kernels, and define the operators around them. Calling it again changes nothing."""
+    """Register and replace what chooses kernels, and define the operators around them. Calling it again changes nothing."""
     operators.install()
     for name in _MODULES:
         module: Any = importlib.import_module(name)
         module.current_platform = _AsCuda()
-    here = PlatformEnum.OOT
-    linear._POSSIBLE_KERNELS[here] = [linear.TritonW4A16LinearKernel, linear.ExllamaLinearKernel]
-    linear._POSSIBLE_FP8_KERNELS[here] = [
-        linear.PerTensorTorchFP8ScaledMMLinearKernel,
-        linear.ChannelWiseTorchFP8ScaledMMLinearKernel,
-    ]
-    linear._POSSIBLE_FP8_BLOCK_KERNELS[here] = [linear.TritonFp8BlockScaledMMKernel]
-    linear._POSSIBLE_INT8_KERNELS[here] = [linear.TritonInt8ScaledMMLinearKernel]
+    for kind, kernels in _LINEAR.items():
+        for kernel in kernels:
+            linear.register_linear_kernel(kernel, PlatformEnum.OOT, kind)
+    # vLLM registers none of this kind by name.
+    linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.OOT] = [linear.TritonFp8BlockScaledMMKernel]
     unquantized._get_priority_backends = lambda moe_config: [unquantized.UnquantizedMoeBackend.TRITON]
     os.environ.setdefault("VLLM_USE_TRITON_AWQ", "1")
     # vLLM takes its kernel in Triton for experts in AWQ's layout where the one for CUDA does not fit.
