@@ -101,6 +101,11 @@ def model(folder):
     yield "prefix", counted(llm, "vllm:prefix_cache_hits")
 
 
+def several(folder, options):
+    """A server with several devices."""
+    yield "greedy", tokens(engine(folder, **json.loads(options)))
+
+
 def chunked(folder):
     llm = engine(folder, max_num_batched_tokens=48, max_num_seqs=8, enable_prefix_caching=False)
     yield "alike", tokens(llm, ALIKE)

@@ -29,6 +29,16 @@ def stack(model, tmp_path_factory, pytestconfig):
         yield stack
 
 
+@pytest.fixture(scope="module")
+def two_devices(model, tmp_path_factory):
+    """A stack with two executors."""
+    stack = Stack(tmp_path_factory.mktemp("two-devices"))
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(stack.wooly, "down")
+        stack.wooly("up", "--gpus", "2")
+        yield stack
+
+
 @pytest.fixture(scope="session")
 def server(stack, model, tmp_path_factory):
     server = Server(stack, model, tmp_path_factory.mktemp("server"))

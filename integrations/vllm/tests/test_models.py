@@ -1,4 +1,4 @@
-"""Mixtures of experts, latent attention and quantised weights: vLLM on "cuda" against Transformers on the CPU."""
+"""More models, formats of weights, and several devices: vLLM on "cuda" against Transformers on the CPU."""
 
 import json
 
@@ -61,6 +61,13 @@ def test_linear_attention_is_near_transformers(stack, saved):
 def test_chunked_prefill_with_latent_attention_equals_transformers(stack, saved):
     folder = saved("deepseek2")
     assert stack.cases(folder, "chunked")["alike"] == continued(local(folder), ALIKE)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_server_with_two_devices_equals_transformers(two_devices, model, kind):
+    options = json.dumps({f"{kind}_parallel_size": 2})
+    found = two_devices.cases(model, "several", options, WOOLYAI_GPU_COUNT="2")
+    assert found["greedy"] == continued(local(model), PROMPTS)
 
 
 @pytest.mark.parametrize("form", random_models.FORMATS)

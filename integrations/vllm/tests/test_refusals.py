@@ -19,9 +19,9 @@ NAMED = {
     "embeddings as prompts": ["--enable-prompt-embeds"],
     "draft model": ["speculative decoding by other methods than ngram"],
     "transfer": ["--kv-transfer-config"],
-    "tensor parallel": ["more than one device per server"],
-    "pipeline parallel": ["more than one device per server"],
-    "data parallel": ["more than one device per server"],
+    "tensor parallel": None,
+    "pipeline parallel": None,
+    "data parallel": ["data or context parallelism"],
     "nothing": None,
 }
 

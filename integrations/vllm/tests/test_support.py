@@ -35,6 +35,7 @@ def _config(**changed):
 
 def test_plain_configuration_is_supported():
     assert support.unsupported(_config()) == []
+    assert support.unsupported(_config(tensor_parallel_size=2, pipeline_parallel_size=2)) == []
     assert support.unsupported(_config(is_hybrid=True, has_inner_state=True)) == []
     assert support.unsupported(_config(is_moe=True, quantization="auto_awq", cache_dtype="fp8")) == []
     assert support.unsupported(_config(speculative_config=SimpleNamespace(method="ngram"))) == []
@@ -43,8 +44,9 @@ def test_plain_configuration_is_supported():
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"tensor_parallel_size": 2}, "more than one device"),
-        ({"decode_context_parallel_size": 2}, "more than one device"),
+        ({"data_parallel_size": 2}, "data or context parallelism"),
+        ({"decode_context_parallel_size": 2}, "data or context parallelism"),
+        ({"tensor_parallel_size": 2, "enable_sleep_mode": True}, "sleep mode of a server with several devices"),
         ({"quantization": "mxfp4"}, "quantised weights in other formats than AWQ"),
         ({"is_hybrid": True, "speculative_config": SimpleNamespace(method="ngram")}, "state per request"),
         ({"has_inner_state": True, "hf_text_config": SimpleNamespace(model_type="mamba")}, "the first form of Mamba"),
@@ -62,9 +64,7 @@ def test_unsupported_part_is_named(changed, words):
 
 
 def test_unsupported_parts_are_all_named():
-    assert (
-        len(support.unsupported(_config(quantization="mxfp4", enable_prompt_embeds=True, tensor_parallel_size=4))) == 3
-    )
+    assert len(support.unsupported(_config(quantization="mxfp4", enable_prompt_embeds=True, data_parallel_size=4))) == 3
 
 
 def test_need_of_8_bit_floats():
@@ -78,7 +78,8 @@ def test_configuration_without_model_is_checked():
     assert support.unsupported(config) == []
 
 
-def test_adapters_and_sleep_mode_capture_no_graphs():
+def test_adapters_sleep_mode_and_several_devices_capture_no_graphs():
+    assert support.uncaptured(_config(tensor_parallel_size=2)) == "several devices"
     assert not support.uncaptured(_config())
     assert support.uncaptured(_config(lora_config=object())) == "--enable-lora"
     assert support.uncaptured(_config(enable_sleep_mode=True)) == "--enable-sleep-mode"

@@ -7,18 +7,11 @@ from typing import Any
 import vllm._custom_ops as compiled
 import vllm.compilation.cuda_graph as graphs
 import vllm.model_executor.model_loader.base_loader as loaders
-import vllm.v1.engine.core as engine
-from vllm.distributed.parallel_state import (
-    cleanup_dist_env_and_memory,
-    destroy_distributed_environment,
-    destroy_model_parallel,
-)
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker import gpu_worker
-from wooly import api
 
-from wooly_vllm import block_tables, cache_blocks, facts, kernels, transfers
+from wooly_vllm import block_tables, cache_blocks, facts, kernels, stopping, transfers
 
 
 def warm_up(worker: Any, *, process_local_only: bool = False) -> None:
@@ -60,21 +53,12 @@ def keep(tensors: Any) -> Any:
     return tensors
 
 
-def clean_up() -> None:
-    """End vLLM's groups, and free the device's memory if there is a session. At the exit of a process, it has ended already."""
-    if api.has_session():
-        cleanup_dist_env_and_memory()
-    else:
-        destroy_model_parallel()
-        destroy_distributed_environment()
-
-
 def install() -> None:
     """Replace the functions. Calling it again changes nothing."""
     gpu_worker.kernel_warmup = warm_up
     gpu_worker.request_memory = request_memory
     graphs.weak_ref_tensors = keep
-    engine.cleanup_dist_env_and_memory = clean_up
+    stopping.install()
     block_tables.install()
     cache_blocks.install()
     kernels.install()

@@ -1,4 +1,4 @@
-"""Gives the engine of a server that is stopped the time to close its session.
+"""The end of a server: its engine gets the time to close its session, and frees only what is still there.
 
 vLLM's server sends SIGTERM to its engine and kills it at once, except on ROCm. A killed engine closes nothing: its session would
 keep the device's memory until its lease ends.
@@ -6,7 +6,14 @@ keep the device's memory until its lease ends.
 
 from __future__ import annotations
 
+import vllm.v1.engine.core as engine
 import vllm.v1.engine.utils as engines
+from vllm.distributed.parallel_state import (
+    cleanup_dist_env_and_memory,
+    destroy_distributed_environment,
+    destroy_model_parallel,
+)
+from wooly import api
 
 #: Seconds for which a server waits for the end of its engine. vLLM gives ROCm the same time.
 GRACE_S = 15.0
@@ -22,6 +29,16 @@ def grace(request_timeout: float | None, process_timeout: float | None) -> float
     return GRACE_S if request_timeout == 0 and process_timeout == 0 else process_timeout
 
 
+def clean_up() -> None:
+    """End vLLM's groups, and free the device's memory if there is a session. At the exit of a process, it has ended already."""
+    if api.has_session():
+        cleanup_dist_env_and_memory()
+    else:
+        destroy_model_parallel()
+        destroy_distributed_environment()
+
+
 def install() -> None:
-    """Replace the function. Calling it again changes nothing."""
+    """Replace the functions. Calling it again changes nothing."""
+    engine.cleanup_dist_env_and_memory = clean_up
     engines.get_engine_process_shutdown_timeout = grace

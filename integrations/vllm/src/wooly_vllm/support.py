@@ -20,10 +20,8 @@ CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
 ATTENTION = ("TRITON_ATTN", "TRITON_MLA")
 
 
-def _parallel(config: Any) -> bool:
-    parallel = config.parallel_config
-    sizes = ("tensor", "pipeline", "data", "prefill_context", "decode_context")
-    return any(getattr(parallel, f"{name}_parallel_size", 1) > 1 for name in sizes)
+def _parallel(config: Any, *kinds: str) -> bool:
+    return any(getattr(config.parallel_config, f"{kind}_parallel_size", 1) > 1 for kind in kinds)
 
 
 def _speculation(config: Any) -> bool:
@@ -38,7 +36,14 @@ def _quantisation(config: Any) -> bool:
 
 #: For each part of a configuration: whether the configuration uses it, and what the error says about it.
 _RULES: tuple[tuple[Callable[[Any], bool], str], ...] = (
-    (_parallel, "more than one device per server (tensor, pipeline, data or context parallelism)"),
+    (
+        lambda c: _parallel(c, "data", "prefill_context", "decode_context"),
+        "data or context parallelism (tensor and pipeline parallelism work)",
+    ),
+    (
+        lambda c: _parallel(c, "tensor", "pipeline") and bool(c.model_config and c.model_config.enable_sleep_mode),
+        "sleep mode of a server with several devices",
+    ),
     (
         _quantisation,
         "quantised weights in other formats than AWQ, GPTQ, FP8 and compressed-tensors: their kernels are operators that vLLM "
@@ -108,13 +113,16 @@ def needs_fp8(config: Any) -> bool:
 def uncaptured(config: Any) -> str:
     """Why decode steps cannot be CUDA graphs; empty: they can.
 
-    A graph keeps its buffers. Sleep mode frees them, and the adapters of a step are other operators than those of the next step.
+    A graph keeps its buffers. Sleep mode frees them, the adapters of a step are other operators than those of the next step, and
+    ranks must meet in the middle of a step.
 
     Args:
         config: vLLM's configuration (`vllm.config.VllmConfig`).
     """
     if config.lora_config is not None:
         return "--enable-lora"
+    if _parallel(config, "tensor", "pipeline"):
+        return "several devices"
     return "--enable-sleep-mode" if config.model_config is not None and config.model_config.enable_sleep_mode else ""
 
 

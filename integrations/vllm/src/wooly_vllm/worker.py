@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from wooly import api
 
 from wooly_vllm import replacements
+from wooly_vllm.platform import WoolyPlatform
 from wooly_vllm.sleeping import WoolySleepBackend
 
 replacements.install()
@@ -27,6 +28,11 @@ class WoolyWorker(Worker):  # type: ignore[misc] # vLLM has no stubs
     def sleep_mode_backend(self) -> WoolySleepBackend:
         """The backend of sleep mode."""
         return WoolySleepBackend(self.model_runner)
+
+    def init_device(self) -> None:
+        """Open the session. The ranks of a server with several devices exchange tensors from device to device."""
+        WoolyPlatform.dist_backend = "nccl" if self.parallel_config.world_size > 1 else "gloo"
+        super().init_device()
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:
         return nullcontext()
