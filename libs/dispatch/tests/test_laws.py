@@ -10,6 +10,7 @@ from wooly_dispatch.decisions import LaunchDecision, SwapInDecision
 from wooly_dispatch.errors import InvariantError
 from wooly_dispatch.events import (
     Config,
+    ConfigChangedEvent,
     LaunchDoneEvent,
     Policy,
     PolicyChangedEvent,
@@ -17,7 +18,7 @@ from wooly_dispatch.events import (
     SwappedInEvent,
     SwappedOutEvent,
 )
-from wooly_testkit.dispatch import Rig
+from wooly_testkit.dispatch import Rig, rhythm_beside_work
 
 US = 1_000
 MS = 1_000_000
@@ -167,6 +168,23 @@ def p0_beside_a_session_with_false_estimates(step):
         law(sum(300 * US * (d.last - d.first) for d in rig.in_flight) <= 500 * US, "window of real time")
 
 
+def p0_in_a_rhythm_beside_long_kernels(step):
+    rig = Rig(step, books=False)
+    rig.send(ConfigChangedEvent(0, Config(max_flights=1, stoppable=True, withheld_permille=300)))
+    rig.open("front", 0)
+    rig.open("behind", 4)
+    ran, ended = rhythm_beside_work(rig, 2_000 * MS, 400 * US, MS)
+    law(ended >= 2_000, "P0 is not delayed while time may be withheld")
+    law(ran >= 500 * MS, "P4 goes on")
+    rig.now += MS  # P0 stays away
+    rig.drain()
+    law(not rig.state.sessions["behind"].programs, "work conservation")
+    rig.open("other", 1)
+    rig.submit("front", 100 * US)
+    rig.finish()
+    law(rig.submit("other", MS), "P1 is not held up")
+
+
 SCENARIOS = [
     equal_tenants_with_unequal_programs,
     weights_three_to_one,
@@ -178,6 +196,7 @@ SCENARIOS = [
     p0_beyond_its_bucket_leaves_room,
     swapped_out_and_suspended_sessions,
     p0_beside_a_session_with_false_estimates,
+    p0_in_a_rhythm_beside_long_kernels,
 ]
 
 
@@ -223,6 +242,18 @@ MUTANTS = {
         "    if overrun > session.stretch:",
         "    if False:",
         p0_beside_a_session_with_false_estimates,
+    ),
+    "withholds nothing": ("            if idle_ns:", "            if False:", p0_in_a_rhythm_beside_long_kernels),
+    "withholds without a limit": (
+        "min(state.config.withheld_ns, _refilled(state))",
+        "state.config.withheld_ns",
+        p0_in_a_rhythm_beside_long_kernels,
+    ),
+    "withholds without a charge": ("state.withheld_tokens -= idle_ns", "pass", p0_in_a_rhythm_beside_long_kernels),
+    "withholds from P0": (
+        "            if session.policy.priority >= PROTECTED and not floor:",
+        "            if session.rhythm.rested < 0 and not floor:",
+        p0_in_a_rhythm_beside_long_kernels,
     ),
     "weights ignored": ("tag = estimate * SCALE // weight", "tag = estimate * SCALE", weights_three_to_one),
 }

@@ -1,5 +1,7 @@
 """Any events in any order: every law holds after each event, and the journal replays to the same decisions."""
 
+from dataclasses import replace
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -19,6 +21,7 @@ from wooly_dispatch.events import (
     SessionSuspendedEvent,
     SwappedInEvent,
     SwappedOutEvent,
+    WithheldEvent,
 )
 from wooly_dispatch.journal import Journal, Replayer
 from wooly_dispatch.state import restore, snapshot
@@ -124,7 +127,7 @@ class DispatchMachine(RuleBasedStateMachine):
     def epoch(self, slowdown, idle):
         self.rig.send(EpochEndedEvent(self.rig.now, slowdown, idle))
 
-    @rule(ns=st.sampled_from([10 * US, 5_000 * US, -3 * US]))
+    @rule(ns=st.sampled_from([10 * US, 300 * US, 5_000 * US, -3 * US]))
     def time(self, ns):
         self.rig.now += ns
 
@@ -160,8 +163,67 @@ class DispatchMachine(RuleBasedStateMachine):
         assert snapshot(replayer.state) == snapshot(rig.state) and replayer.link == journal.link
 
 
+class WithholdingMachine(DispatchMachine):
+    """The same beside a P0 session that computes in a rhythm, on a device whose time may be withheld for it."""
+
+    @initialize(
+        policies=st.lists(POLICIES, min_size=2, max_size=3),
+        share=st.sampled_from([10, 250, 1000]),
+        floor=st.sampled_from([0, 300]),
+    )
+    def begin(self, policies, share, floor):
+        self.rig = Rig()
+        self.rig.now = 1_000_000 * US  # the right to withhold time is earned before
+        config = Config(max_flights=1, stoppable=True, withheld_permille=share, floor_permille=floor)
+        self.rig.send(ConfigChangedEvent(0, config))
+        for name, policy in zip("bcd", policies, strict=False):
+            self.opened(name, policy)
+        self.opened("a", Policy())
+        self.computes("a", 0, 700 * US, 6)
+
+    def computes(self, name, priority, pause, steps):
+        """A session computes in regular steps, and begins to rest."""
+        if name in self.rig.state.sessions:
+            self.rig.send(PolicyChangedEvent(self.rig.now, name, Policy(priority)))
+            for _ in range(steps):
+                self.rig.drain()
+                self.rig.now += pause
+                self.rig.submit(name, 40 * US)
+            self.rig.drain()
+
+    @rule(
+        name=st.sampled_from(["a", "e"]),
+        priority=st.integers(0, 1),
+        pause=st.sampled_from([100 * US, 700 * US]),
+        steps=st.integers(0, 8),
+        other=st.sampled_from(["b", "c", "d"]),
+        kernels=KERNELS,
+    )
+    def rhythm(self, name, priority, pause, steps, other, kernels):
+        """A session computes in a rhythm, and others get work in its next pause."""
+        self.computes(name, priority, pause, steps)
+        if other not in self.rig.state.sessions:
+            self.opened(other, Policy(2))
+        self.rig.submit(other, *kernels)
+
+    @rule(early=st.booleans())
+    def withheld(self, early):
+        """The executor tells the core that the time has come, perhaps too early, or without a reason."""
+        if early or not self.rig.state.withheld_until:
+            self.rig.send(WithheldEvent(self.rig.now))
+        else:
+            self.rig.wait()
+
+    @rule(share=st.sampled_from([0, 250, 1000]))
+    def reconfigure(self, share):
+        config = self.rig.state.config
+        if config.stoppable:
+            self.rig.send(ConfigChangedEvent(self.rig.now, replace(config, withheld_permille=share)))
+
+
 TestDispatch = DispatchMachine.TestCase
-TestDispatch.settings = settings(
+TestWithholding = WithholdingMachine.TestCase
+TestDispatch.settings = TestWithholding.settings = settings(
     max_examples=examples(40, 150),
     stateful_step_count=60,
     deadline=None,

@@ -7,8 +7,8 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from wooly_dispatch.decisions import LaunchDecision
-from wooly_dispatch.events import LaunchDoneEvent
+from wooly_dispatch.decisions import LaunchDecision, WithholdDecision
+from wooly_dispatch.events import LaunchDoneEvent, WithheldEvent
 from wooly_executor import estimates
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.errors import SteeringError, UnknownSessionError
@@ -290,6 +290,36 @@ def test_dispatch_launch_of_several_frames_stops_between_them_when_another_sessi
     going.sync(), other.sync()
     assert going.floats(going.label, 4) == [2.0**11] * 4 and other.floats(other.label, 4) == [4.0] * 4
     assert [label for label, _ in runtime.ran] == [*[going.label] * 5, other.label, *[going.label] * 5]
+
+
+def test_dispatch_device_stays_idle_before_the_next_program_of_p0_and_goes_on_without_it(make_device, adds):
+    paced = make_device(runtime=PacedRuntime(2_000_000))
+    low, high = opened(paced, adds, low=4, high=0)
+    deadline, rounds = time.monotonic() + WAIT_S, 0
+
+    def found(kind):
+        return [x for event, decisions in list(paced.entries) for x in (event, *decisions) if isinstance(x, kind)]
+
+    while not found(WithholdDecision):
+        assert time.monotonic() < deadline
+        for _ in range(6):  # a rhythm
+            high.start(high.program, [high.label])
+            high.sync()
+            time.sleep(0.0002)
+        high.start(high.program, [high.label])
+        high.sync()
+        low.start(low.program, [low.label])
+        low.sync()  # the next program of P0 does not come
+        rounds += 1
+    assert found(WithheldEvent)
+    assert low.floats(low.label, 4) == [2.0 ** (rounds + 1)] * 4
+    assert paced.loop.dispatch.state.withheld_until == 0
+    # the fixture replays the journal and checks its laws
+
+
+def test_dispatch_nothing_is_withheld_if_the_share_is_0():
+    assert Dispatch(withheld_permille=0).state.config.withheld_permille == 0
+    assert Dispatch().state.config.withheld_permille == 250
 
 
 def test_dispatch_suspended_session_keeps_its_frames(paced, runtime, adds):

@@ -2,15 +2,23 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wooly_dispatch.events import Config, EpochEndedEvent, Policy, SessionClosedEvent, SessionOpenedEvent
+from wooly_dispatch.events import (
+    Config,
+    ConfigChangedEvent,
+    EpochEndedEvent,
+    Policy,
+    SessionClosedEvent,
+    SessionOpenedEvent,
+)
 from wooly_dispatch.invariants import Auditor
 from wooly_dispatch.journal import Batch, Journal
 from wooly_dispatch.policing import declared
+from wooly_scheduler.checkpoint import decode_follower, encode_follower
 from wooly_scheduler.core.admission import Demand, admit, response_ns
 from wooly_scheduler.core.book import PENDING_S, Book
 from wooly_scheduler.core.epochs import decide, slowdown_permille
 from wooly_scheduler.core.follower import MAX_EARLY, Follower
-from wooly_testkit.dispatch import Rig
+from wooly_testkit.dispatch import Rig, rhythm_beside_work
 from wooly_testkit.effort import examples
 
 MS = 1_000_000
@@ -336,6 +344,38 @@ def test_epoch_with_fast_p0_widens_the_windows_only_on_an_idle_device():
     busy = epoch_of(4 * MS, 10_000)
     busy.meters.executing_ns = busy.meters.wall_ns
     assert decide(busy.state, busy.meters) is None
+
+
+def withholding():
+    rig = Rig(books=False)
+    rig.send(ConfigChangedEvent(0, Config(max_flights=1, stoppable=True, withheld_permille=1000)))
+    rig.open("front", 0)
+    rig.open("behind", 4)
+    rhythm_beside_work(rig, 400 * MS, 400_000, MS)
+    follower = Follower("gpu-0")
+    assert fed(follower, *batches(rig.entries)) == [] and not follower.lost
+    return rig, follower
+
+
+def test_epoch_does_not_count_withheld_time_as_idle():
+    rig, follower = withholding()
+    meters = follower.meters
+    assert meters.withheld_ns == rig.metrics.withheld_ns > 200 * MS
+    assert meters.executing_ns + meters.withheld_ns == meters.wall_ns and meters.idle_permille() == 0
+    assert meters.unjust_ns == 0
+
+
+def test_follower_with_withheld_time_survives_a_checkpoint():
+    rig, follower = withholding()
+    again = decode_follower(encode_follower(follower))
+    assert again.meters.withheld_ns == follower.meters.withheld_ns
+    before = len(rig.entries)
+    rhythm_beside_work(rig, 100 * MS, 400_000, MS)
+    journal = Journal(again.journal, again.replayer.next, again.replayer.link)
+    for event, decisions in rig.entries[before:]:
+        journal.record(event, decisions)
+    assert fed(again, journal.cut()) == [] and not again.lost
+    assert again.meters.withheld_ns == rig.metrics.withheld_ns and not again.counts
 
 
 def test_epoch_uses_the_declared_service_time_without_a_p99_alone():

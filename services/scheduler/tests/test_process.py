@@ -159,7 +159,7 @@ async def test_unreadable_checkpoint_is_ignored(executor, start_scheduler, conte
         second.terminate()
         _, log = await asyncio.to_thread(second.communicate, timeout=20)
         assert (
-            "the last checkpoint cannot be used (the bytes are not a checkpoint of version 3); the scheduler replays"
+            "the last checkpoint cannot be used (the bytes are not a checkpoint of version 4); the scheduler replays"
             in log
         )
 

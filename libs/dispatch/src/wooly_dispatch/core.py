@@ -5,7 +5,8 @@
 
 The core uses integers only. It has no clock, no randomness and no I/O, and does not depend on hashing, so the same events always
 give the same decisions. Classes are strict. Inside a class, start-time fair queueing decides: the session with the smallest start
-tag goes first, ties by session id. A window of GPU time bounds the work of a lower class in flight. `README.md` has the rule in
+tag goes first, ties by session id. A window of GPU time bounds the work of a lower class in flight. The device may stay idle
+for a short time before the next program of a P0 or P1 session. `README.md` has the rule in
 pseudo-code, and its bounds.
 
 An event costs O(log n) in the number of sessions; submitting a program also costs O(kernels). Opening, closing or changing a
@@ -20,7 +21,14 @@ from heapq import heapify, heappop, heappush, heapreplace
 from itertools import accumulate
 from typing import Any
 
-from wooly_dispatch.decisions import Decision, DemoteDecision, LaunchDecision, RefuseDecision, SwapInDecision
+from wooly_dispatch.decisions import (
+    Decision,
+    DemoteDecision,
+    LaunchDecision,
+    RefuseDecision,
+    SwapInDecision,
+    WithholdDecision,
+)
 from wooly_dispatch.events import (
     ConfigChangedEvent,
     EpochEndedEvent,
@@ -36,9 +44,11 @@ from wooly_dispatch.events import (
     SessionSuspendedEvent,
     SwappedInEvent,
     SwappedOutEvent,
+    WithheldEvent,
 )
 from wooly_dispatch.policing import FULL, undeclared_burst_ns
-from wooly_dispatch.state import SCALE, STRETCH, DispatchState, Flight, Lane, Program, Session
+from wooly_dispatch.rhythm import Rhythm
+from wooly_dispatch.state import SAVED_NS, SCALE, STRETCH, DispatchState, Flight, Lane, Program, Session
 from wooly_dispatch.windows import PROTECTED, adapted
 
 EXCESS = 2
@@ -96,6 +106,13 @@ def _decide(state: DispatchState, decisions: list[Decision]) -> None:
         elif len(state.flights) >= state.config.max_flights:
             return
         last, raw, estimate = _cut(state, session)
+        if state.guarded and not state.flights:
+            if session.policy.priority >= PROTECTED and not floor:
+                last, raw, estimate = _fitting(state, session, last, decisions)
+                if not last:
+                    return
+            state.end_withholding()
+            state.begun = state.now
         if state.flights:
             if state.in_flight_ns + estimate > state.windows[session.lane]:
                 return  # do not launch a lower class instead
@@ -200,6 +217,67 @@ def _launch(state: DispatchState, session: Session, last: int, raw: int, estimat
     return LaunchDecision(state.launches, session.id, program.number, first, last, priority, estimate, floor)
 
 
+# -- time that is withheld from P2, P3 and P4 --------------------------------------------------------------------------
+
+
+def _fitting(state: DispatchState, session: Session, last: int, decisions: list[Decision]) -> tuple[int, int, int]:
+    """The part of the session's next piece, which ends before kernel `last`, that is launched now on the idle device. Returns
+    values like those of `_cut`; the first one is 0 if nothing is launched.
+
+    What is launched probably ends before a P0 or P1 session submits its next program. If not even the first kernel does, the
+    device stays idle until then. If that takes too long, or too much time was withheld already, the first kernel is launched.
+    """
+    now = state.now
+    resting = [s for s in state.guarded if s.rhythm.rested >= 0 and s.resident]
+    if state.withheld_until > now and resting:
+        return 0, 0, 0
+    state.end_withholding()
+    program = session.programs[0]
+    begin, ends = program.next, program.ends
+    done = ends[begin - 1] if begin else 0
+    expected = [(left, s) for s in resting if (left := s.rhythm.next(now)) >= 0]
+    fitting = last
+    if expected:
+        # a higher class waits for half a window in any case: the runtime does not look for it more often
+        room = max(min([left for left, _ in expected]), state.windows[session.lane] // 2)
+        fitting = bisect_right(ends, done + room * STRETCH // session.wall, begin, last)
+        if fitting == begin:
+            wall_ns = (ends[begin] - done) * session.wall // STRETCH
+            longest = min(state.config.withheld_ns, _refilled(state))
+            times = [s.rhythm.over(now, wall_ns, longest) for left, s in expected if left < wall_ns]
+            idle_ns = min([ns for ns in times if ns > 0], default=0)
+            if idle_ns:
+                state.withheld_tokens -= idle_ns
+                state.withheld_until = now + idle_ns
+                decisions.append(WithholdDecision(now + idle_ns))
+                return 0, 0, 0
+            fitting = begin + 1
+    raw = ends[fitting - 1] - done
+    return fitting, raw, max(raw * session.stretch // STRETCH, MIN_PIECE_NS)
+
+
+def _refilled(state: DispatchState) -> int:
+    """Refill the right to withhold time. Returns the time that may be withheld now, in ns."""
+    share = state.config.withheld_permille
+    earned = (state.now - state.withheld_refilled) * share
+    state.withheld_tokens = min(state.withheld_tokens + earned // 1000, SAVED_NS * share // 1000)
+    state.withheld_refilled = state.now - (earned % 1000) // share  # keep the remainder for the next refill
+    return max(state.withheld_tokens, 0)
+
+
+def _note_times(state: DispatchState, session: Session, flight: Flight) -> None:
+    """Note that a launch of the session has ended: a P0 or P1 session may rest now, the others have a new `wall`."""
+    begun, state.begun = state.begun, -1
+    if session.policy.priority < PROTECTED:
+        if not session.programs and not session.in_flight:
+            session.rhythm.rested = state.now
+        return
+    if begun < 0:  # nobody had to be guarded when the launch was decided
+        return
+    ratio = min((state.now - begun) * STRETCH // max(flight.raw, MIN_PIECE_NS), MAX_STRETCH)
+    session.wall = max(session.wall + (ratio - session.wall) // (4 if ratio > session.wall else 16), 1)
+
+
 # -- classes ---------------------------------------------------------------------------------------------------------
 
 
@@ -283,6 +361,8 @@ def _on_submitted(state: DispatchState, event: ProgramSubmittedEvent, decisions:
                 RefuseDecision(f"{MAX_EARLY} programs of {event.session} wait for program {session.expected}")
             )
     else:
+        if state.guarded and session.rhythm.rested >= 0:
+            session.rhythm.ended(state.now, state.begun if state.flights and state.begun >= 0 else state.now)
         _enqueue(state, session, event.kernels, decisions)
         while session.expected in session.early:
             _enqueue(state, session, session.early.pop(session.expected), decisions)
@@ -356,6 +436,8 @@ def _on_done(state: DispatchState, event: LaunchDoneEvent, decisions: list[Decis
     stopped = 0 <= event.last < flight.last
     if stopped:
         _put_back(session, flight, event.last)
+    if state.guarded:
+        _note_times(state, session, flight)
     overrun = min(event.gpu_ns * STRETCH // max(flight.raw, MIN_PIECE_NS), MAX_STRETCH)
     if overrun > session.stretch:
         session.stretch = overrun
@@ -457,6 +539,8 @@ def _on_policy(state: DispatchState, event: PolicyChangedEvent, decisions: list[
     if (event.policy.rate_permille, event.policy.burst_ns) != (session.policy.rate_permille, session.policy.burst_ns):
         session.tokens, session.refilled = event.policy.burst_ns, state.now
     risen = event.policy.priority < PROTECTED <= session.policy.priority
+    if event.policy.priority != session.policy.priority:
+        session.rhythm = Rhythm()
     session.policy = event.policy
     if risen:
         for program in session.programs:  # programs that were queued in a lower class have not paid yet
@@ -518,6 +602,8 @@ def _reserve(state: DispatchState, holder: str) -> None:
 def _on_config(state: DispatchState, event: ConfigChangedEvent, decisions: list[Decision]) -> None:
     state.config = event.config
     state.tokens, state.refilled = undeclared_burst_ns(event.config), state.device_ns
+    state.withheld_until = state.withheld_tokens = 0
+    state.withheld_refilled = state.now
     state.refresh_windows()
 
 
@@ -526,6 +612,11 @@ def _on_epoch(state: DispatchState, event: EpochEndedEvent, decisions: list[Deci
     if width != state.width:
         state.width = width
         state.refresh_windows()
+
+
+def _on_withheld(state: DispatchState, event: WithheldEvent, decisions: list[Decision]) -> None:
+    if state.withheld_until <= state.now:
+        state.end_withholding()
 
 
 def _known(state: DispatchState, session_id: str, decisions: list[Decision]) -> Session | None:
@@ -549,4 +640,5 @@ _HANDLERS: dict[type, Callable[[DispatchState, Any, list[Decision]], None]] = {
     ExclusiveBegunEvent: _on_exclusive_begun,
     ExclusiveEndedEvent: _on_exclusive_ended,
     EpochEndedEvent: _on_epoch,
+    WithheldEvent: _on_withheld,
 }

@@ -44,10 +44,19 @@ class DemoteDecision:
 
 
 @dataclass(frozen=True, slots=True)
+class WithholdDecision:
+    """Launch nothing until the time `until`, because a P0 or P1 session will probably submit a program before then. If no launch
+    is decided by that time, feed a `WithheldEvent`.
+    """
+
+    until: int
+
+
+@dataclass(frozen=True, slots=True)
 class RefuseDecision:
     """The event was invalid and changed nothing. `reason` says why. Journals have its text, and a replay compares it."""
 
     reason: str
 
 
-Decision = LaunchDecision | SwapInDecision | DemoteDecision | RefuseDecision
+Decision = LaunchDecision | SwapInDecision | DemoteDecision | WithholdDecision | RefuseDecision

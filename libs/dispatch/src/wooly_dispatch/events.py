@@ -34,6 +34,9 @@ class Config:
         slow_permille: ratio of P0's p99 to its p99 alone; above it, an epoch halves the windows.
         calm_permille: the same ratio; below it, an epoch may widen the windows.
         idle_permille: idle share of the device above which an epoch may widen the windows.
+        withheld_permille: maximum share of the time for which the device stays idle although P2, P3 or P4 waits, because a P0 or
+            P1 session will probably submit its next program before a piece would end; 0: never. It needs `max_flights` 1.
+        withheld_ns: maximum time for which the device stays idle before one program.
     """
 
     free_window_ns: int = 4_000_000
@@ -49,6 +52,8 @@ class Config:
     slow_permille: int = 1050
     calm_permille: int = 1020
     idle_permille: int = 50
+    withheld_permille: int = 0
+    withheld_ns: int = 2_000_000
 
     def __post_init__(self) -> None:
         if min(self.free_window_ns, self.max_window_ns, self.piece_ns, self.latency_ns, self.service_ns) < 1:
@@ -63,6 +68,12 @@ class Config:
             raise ValueError(f"floor_permille must be 0 to 1000, but is {self.floor_permille}")
         if not 0 <= self.undeclared_permille <= 1000:
             raise ValueError(f"undeclared_permille must be 0 to 1000, but is {self.undeclared_permille}")
+        if not 0 <= self.withheld_permille <= 1000 or self.withheld_ns < 1:
+            raise ValueError("withheld_permille must be 0 to 1000, and withheld_ns must be positive")
+        if self.withheld_permille and self.max_flights > 1:
+            raise ValueError(
+                "max_flights must be 1 if time is withheld, because the core must know when a launch begins"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +230,13 @@ class ExclusiveEndedEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class WithheldEvent:
+    """The time of a `WithholdDecision` has come, and nothing was launched since then."""
+
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
 class EpochEndedEvent:
     """The measurements of the last epoch (100 ms). The core adapts the windows.
 
@@ -246,4 +264,5 @@ Event = (
     | ExclusiveBegunEvent
     | ExclusiveEndedEvent
     | EpochEndedEvent
+    | WithheldEvent
 )

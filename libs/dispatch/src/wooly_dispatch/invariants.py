@@ -6,7 +6,9 @@
   kernels in order;
 - *strict*: no launch goes before a ready session of a higher class (except P4 before P2 and P3, by its floor);
 - *window*: at each launch, the estimated time in flight is within the window of the launch's class, or the launch is alone;
-- *conservation*: while a session is ready, a launch is in flight (so no session waits unjustly);
+- *conservation*: while a session is ready, a launch is in flight, or the device is kept idle (so no session waits unjustly);
+- *withholding*: the device is kept idle only if no session is ready in P0 and P1, and one of them has nothing to run; each time
+  for at most `withheld_ns`, and in all for at most `withheld_permille` of the time and what was saved of it (`SAVED_NS`);
 - *inversion*: from the arrival of a P0 or P1 program at an idle session until the program is done, lower classes get at most
   (1 + e) * max(W, K): W their window, K the longest piece in flight, e the largest share by which a launch overran its estimate;
 - *fairness*: over any interval in which two sessions of a class are both ready, their service A (in launch order) and weights w
@@ -18,12 +20,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from wooly_dispatch.decisions import Decision
+from wooly_dispatch.decisions import Decision, WithholdDecision
 from wooly_dispatch.errors import InvariantError
-from wooly_dispatch.events import Event, ExclusiveBegunEvent, LaunchDoneEvent
+from wooly_dispatch.events import ConfigChangedEvent, Event, ExclusiveBegunEvent, LaunchDoneEvent
 from wooly_dispatch.ledger import Account, LaunchInFlight, Ledger, LedgerRecord, Work
 from wooly_dispatch.policing import undeclared_burst_ns
-from wooly_dispatch.state import SCALE, DispatchState
+from wooly_dispatch.state import SAVED_NS, SCALE, DispatchState
 from wooly_dispatch.windows import PROTECTED
 
 _PERMILLE = 1000
@@ -77,6 +79,9 @@ class AuditorRecord:
     lightest: dict[str, int]
     measured: list[tuple[int, int]]
     counted: int
+    began: int
+    withheld_ns: int
+    withheld_limits: tuple[int, int]
 
 
 class Auditor(Ledger):
@@ -112,6 +117,9 @@ class Auditor(Ledger):
         self._lightest: dict[str, int] = {}
         self._measured: dict[int, tuple[LaunchInFlight, int]] = {}
         self._counted = 0
+        self._began = -1  # time of the first entry
+        self._withheld_ns = 0  # time for which the device was kept idle
+        self._withheld_limits = (0, 0)  # the largest `withheld_permille` and `withheld_ns` so far
 
     def audit(self, event: Event, decisions: Sequence[Decision], windows: Sequence[int]) -> None:
         """Check one entry. `windows`: the windows in force after the entry (`DispatchState.windows`)."""
@@ -138,6 +146,7 @@ class Auditor(Ledger):
             self._overrun, self._error, self._longest, self._eras, self._era, self._pieces,
             [(*key, pair) for key, pair in self._pairs.items()], self._peers, self._lightest,
             [(first + place, gpu_ns) for place, (_, gpu_ns) in enumerate(measured)], self._counted,
+            self._began, self._withheld_ns, self._withheld_limits,
         )  # fmt: skip
 
     def load_auditor_record(self, record: AuditorRecord) -> None:
@@ -161,6 +170,8 @@ class Auditor(Ledger):
         self._pairs = {(first, second): pair for first, second, pair in record.pairs}
         self._measured = {flights[p].decision.launch: (flights[p], gpu_ns) for p, gpu_ns in record.measured}
         self._counted = record.counted
+        self._began, self._withheld_ns = record.began, record.withheld_ns
+        self._withheld_limits = record.withheld_limits
 
     # -- launches ----------------------------------------------------------------------------------------------------
 
@@ -206,10 +217,47 @@ class Auditor(Ledger):
                 self._lightest[name] = min(self._lightest.get(name, w), w)
 
     def on_settled(self) -> None:
-        if not self.airborne:
+        if self._began < 0:
+            self._began = self.now
+        if not self.airborne and (not self.withheld_until or self._protected()):
             for ready in self.ready:
                 if ready:
                     self._fail("conservation", f"session {min(ready)} is ready, but the device is idle")
+
+    # -- time that is withheld ---------------------------------------------------------------------------------------
+
+    def _protected(self) -> bool:
+        """Whether a session is ready in P0 or P1."""
+        return any(self.ready[:PROTECTED])
+
+    def on_config(self, event: ConfigChangedEvent) -> None:
+        share, longest = self._withheld_limits
+        config = event.config
+        self._withheld_limits = max(share, config.withheld_permille), max(longest, config.withheld_ns)
+
+    def on_time(self, elapsed: int) -> None:
+        if self.withheld_until:
+            self._withheld_ns += min(elapsed, self.withheld_until - self.now)
+
+    def on_withheld(self, decision: WithholdDecision) -> None:
+        share, longest = self._withheld_limits
+        resting = [
+            a.id
+            for a in self.accounts.values()
+            if a.event.policy.priority < PROTECTED and not (a.work or a.in_flight or a.suspended) and a.resident
+        ]
+        if self.airborne or self._protected() or not resting or not any(self.ready):
+            self._fail(
+                "withholding",
+                f"{decision}, but {len(self.airborne)} launches are in flight, and of P0 and P1 {len(resting)} sessions rest",
+            )
+        if not 0 < decision.until - self.now <= longest:
+            self._fail("withholding", f"{decision} at {self.now}, but {longest} ns are the limit")
+        allowed = share * (self.now - self._began + SAVED_NS) // _PERMILLE
+        if self._withheld_ns + decision.until - self.now > allowed:
+            self._fail(
+                "withholding", f"{self._withheld_ns} ns and {decision} at {self.now}, but {allowed} ns are the limit"
+            )
 
     # -- measured times ----------------------------------------------------------------------------------------------
 
@@ -341,3 +389,10 @@ def check_state(state: DispatchState) -> None:
     law(state.waiting == waiting, "waiting", f"{state.waiting} sessions wait by the count, but {waiting} by the lanes")
     law(state.tokens <= undeclared_burst_ns(state.config), "bucket of the undeclared", state.tokens)
     law(state.exclusive in ("", *state.sessions), "exclusive", state.exclusive)
+    law(not (state.withheld_until and state.flights), "withholding", state.withheld_until)
+    most = SAVED_NS * state.config.withheld_permille // _PERMILLE
+    law(state.withheld_tokens <= most or not state.guarded, "bucket of withheld time", state.withheld_tokens)
+    for session in state.guarded:
+        rests = not session.programs and not session.in_flight
+        law(rests or session.rhythm.rested < 0, "rest", session.id)
+        law(session.rhythm.ordered == sorted(session.rhythm.pauses), "rhythm", session.id)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from wooly_dispatch.decisions import Decision, DemoteDecision, LaunchDecision, RefuseDecision
+from wooly_dispatch.decisions import Decision, DemoteDecision, LaunchDecision, RefuseDecision, WithholdDecision
 from wooly_dispatch.events import (
     ConfigChangedEvent,
     EpochEndedEvent,
@@ -27,6 +27,7 @@ from wooly_dispatch.events import (
     SessionSuspendedEvent,
     SwappedInEvent,
     SwappedOutEvent,
+    WithheldEvent,
 )
 from wooly_dispatch.windows import PROTECTED
 
@@ -130,6 +131,7 @@ class LedgerRecord:
     busy: int
     exclusive: str
     stoppable: bool
+    withheld_until: int
 
 
 _T = TypeVar("_T")
@@ -153,6 +155,7 @@ class Ledger:
         self.busy = 0  # sessions that are ready or in flight
         self.exclusive = ""
         self.stoppable = False  # whether a launch can be stopped for a higher class
+        self.withheld_until = 0  # until when the core keeps the device idle; 0: it does not
 
     # -- hooks -------------------------------------------------------------------------------------------------------
 
@@ -176,6 +179,12 @@ class Ledger:
 
     def on_epoch(self, event: EpochEndedEvent) -> None:
         """An epoch ended."""
+
+    def on_config(self, event: ConfigChangedEvent) -> None:
+        """The constants of the rule changed."""
+
+    def on_withheld(self, decision: WithholdDecision) -> None:
+        """The device is about to be kept idle."""
 
     def on_settled(self) -> None:
         """All decisions on one event are applied."""
@@ -207,6 +216,7 @@ class Ledger:
             self.busy,
             self.exclusive,
             self.stoppable,
+            self.withheld_until,
         )  # fmt: skip
 
     def load_record(self, record: LedgerRecord) -> list[LaunchInFlight]:
@@ -233,6 +243,7 @@ class Ledger:
         ]
         self.now, self.entry, self.busy = record.now, record.entry, record.busy
         self.exclusive, self.stoppable = record.exclusive, record.stoppable
+        self.withheld_until = record.withheld_until
         self.accounts = {a.id: a for a in (_at(accounts, place) for place in record.open)}
         self.airborne = {f.decision.launch: f for f in (_at(flights, place) for place in record.airborne)}
         if len(record.ready) != len(self.ready):
@@ -248,11 +259,17 @@ class Ledger:
         if event.at > self.now:
             self.on_time(event.at - self.now)
             self.now = event.at
+            if self.withheld_until <= self.now:
+                self.withheld_until = 0
         if not (decisions and isinstance(decisions[0], RefuseDecision)):
             self._book(event, decisions)
         for decision in decisions:
             if isinstance(decision, LaunchDecision):
+                self.withheld_until = 0
                 self._launch(decision)
+            elif isinstance(decision, WithholdDecision):
+                self.on_withheld(decision)
+                self.withheld_until = decision.until
         self.on_settled()
 
     def _book(self, event: Event, decisions: Sequence[Decision]) -> None:
@@ -294,6 +311,9 @@ class Ledger:
                 self.on_epoch(event)
             case ConfigChangedEvent():
                 self.stoppable = event.config.stoppable
+                self.on_config(event)
+            case WithheldEvent():
+                pass  # the time has passed
 
     def _submitted(self, event: ProgramSubmittedEvent, decisions: Sequence[Decision]) -> None:
         account = self.accounts[event.session]

@@ -9,6 +9,8 @@ The definitions, over the observed time, in integer ns:
 - *unjust wait*: time in which a session is ready and the rule says that it should have run: the device executes nothing, or a
   lower
   class was launched before the session (except by P4's floor) and the session has not run since. It must be 0;
+- *withheld time*: time in which a session is ready, and the rule keeps the device idle for the next program of P0 or P1. It is
+  nobody's usage, and it is not unjust;
 - *share error* of a class in an epoch: the largest difference, in permille, between a session's share of the class's GPU time and
   its
   share of the class's weights, over the sessions that were ready during the whole epoch;
@@ -93,6 +95,7 @@ class MetricsRecord:
     wall_ns: int
     executing_ns: int
     starving_ns: int
+    withheld_ns: int
     run_ns: int
     shares: list[ShareError]
     ready_since: dict[str, int]
@@ -110,6 +113,7 @@ class Metrics(Ledger):
         self.wall_ns = 0
         self.executing_ns = 0
         self.starving_ns = 0
+        self.withheld_ns = 0
         self.run_ns = 0
         self.shares = [ShareError() for _ in range(PRIORITIES)]
         self._ready_since: dict[str, int] = {}
@@ -153,8 +157,8 @@ class Metrics(Ledger):
     def metrics_record(self) -> MetricsRecord:
         """All state as plain data. The record shares tables with this object: encode the record before the next event."""
         return MetricsRecord(
-            self.record(), self.meters, self.wall_ns, self.executing_ns, self.starving_ns, self.run_ns, self.shares,
-            self._ready_since, self._passed_over, self._epoch_run, self._epoch_began,
+            self.record(), self.meters, self.wall_ns, self.executing_ns, self.starving_ns, self.withheld_ns,
+            self.run_ns, self.shares, self._ready_since, self._passed_over, self._epoch_run, self._epoch_began,
         )  # fmt: skip
 
     def load_metrics_record(self, record: MetricsRecord) -> None:
@@ -168,7 +172,7 @@ class Metrics(Ledger):
             raise LookupError(f"the record has {len(record.shares)} classes, but must have {PRIORITIES}")
         self.meters, self.shares = record.meters, record.shares
         self.wall_ns, self.executing_ns = record.wall_ns, record.executing_ns
-        self.starving_ns, self.run_ns = record.starving_ns, record.run_ns
+        self.starving_ns, self.withheld_ns, self.run_ns = record.starving_ns, record.withheld_ns, record.run_ns
         self._ready_since, self._passed_over = record.ready_since, record.wronged
         self._epoch_run, self._epoch_began = record.epoch_run, record.epoch_began
 
@@ -180,6 +184,8 @@ class Metrics(Ledger):
             self.executing_ns += elapsed
             if self.busy > 1:
                 self.starving_ns += elapsed
+        elif self.withheld_until:
+            self.withheld_ns += elapsed if any(self.ready) else 0
         else:
             for account in self._all_ready():
                 self._meter(account).unjust_ns += elapsed

@@ -9,13 +9,17 @@ from typing import Any
 
 from wooly_dispatch.events import PRIORITIES, Config, Policy
 from wooly_dispatch.policing import undeclared_burst_ns
-from wooly_dispatch.windows import WIDTH, windows
+from wooly_dispatch.rhythm import Rhythm
+from wooly_dispatch.windows import PROTECTED, WIDTH, windows
 
 SCALE = 1 << 20
 """Virtual time per ns of GPU time at weight 1."""
 
 STRETCH = 1 << 10
 """The stretch of a session whose estimates are right."""
+
+SAVED_NS = 1_000_000_000
+"""Time, in ns, over which `Config.withheld_permille` is an average: what is not withheld is saved for so long."""
 
 
 class Program:
@@ -57,11 +61,13 @@ class Session:
         "proven",
         "refilled",
         "resident",
+        "rhythm",
         "stamp",
         "stretch",
         "suspended",
         "tenant",
         "tokens",
+        "wall",
     )
 
     def __init__(self, id: str, tenant: str, policy: Policy, resident: bool, now: int) -> None:
@@ -83,6 +89,8 @@ class Session:
         self.in_flight = 0
         self.proven = False  # whether a launch was measured; until then, at most one kernel is in flight
         self.stretch = STRETCH  # the factor between measured and estimated times
+        self.wall = STRETCH  # the factor between wall time and estimates, while time may be withheld
+        self.rhythm = Rhythm()
         self.tokens = policy.burst_ns
         self.refilled = now
 
@@ -157,11 +165,13 @@ class DispatchState:
     """The state of `step`. Callers may read it, but must not change it."""
 
     __slots__ = (
+        "begun",
         "config",
         "device_ns",
         "exclusive",
         "flights",
         "floor_credit",
+        "guarded",
         "in_flight_ns",
         "lanes",
         "launches",
@@ -174,6 +184,9 @@ class DispatchState:
         "waiting",
         "width",
         "windows",
+        "withheld_refilled",
+        "withheld_tokens",
+        "withheld_until",
     )
 
     def __init__(self, config: Config | None = None) -> None:
@@ -195,18 +208,36 @@ class DispatchState:
         self.device_ns = (
             0  # device time of launches, and idle time; without the time that other programs of the host took
         )
+        # P0 and P1 sessions for which time may be withheld from P2, P3 and P4
+        self.guarded: list[Session] = []
+        self.begun = -1  # time at which the launch in flight was decided, if `guarded` was not empty; else -1
+        self.withheld_until = 0  # until when nothing is launched; 0: something may be launched
+        self.withheld_tokens = 0  # time that may be withheld now, in ns
+        self.withheld_refilled = 0  # time of the last refill
         self.width = WIDTH
         self.windows: tuple[int, ...] = ()
         self.pieces: tuple[int, ...] = ()
         self.refresh_windows()
 
+    def end_withholding(self) -> None:
+        """Charge the time that was withheld: less than decided if a program arrived, more if the executor was late."""
+        if self.withheld_until:
+            self.withheld_tokens += self.withheld_until - self.now
+            self.withheld_until = 0
+
     def refresh_windows(self) -> None:
         """Compute windows and piece lengths from the live sessions. Call it after every change of a value that they depend on."""
-        live = [] if self.exclusive else [
-            (s.policy.priority, s.policy.service_ns)
-            for s in self.sessions.values()
-            if s.policy.priority < 2 and not s.suspended
+        guarded = [] if self.exclusive else [
+            s for s in self.sessions.values() if s.policy.priority < PROTECTED and not s.suspended
         ]  # fmt: skip
+        before, self.guarded = self.guarded, guarded if self.config.withheld_permille else []
+        for session in before:
+            if session not in self.guarded:
+                session.rhythm.rested = -1
+        if not self.guarded:
+            self.begun = -1
+            self.end_withholding()
+        live = [(s.policy.priority, s.policy.service_ns) for s in guarded]
         if not live:
             self.width = WIDTH
         self.windows = windows(self.config, live, self.width)
@@ -217,28 +248,24 @@ class DispatchState:
 
 
 _PLAIN = ("id", "tenant", "resident", "asked", "suspended", "expected", "finish", "lift", "period", "lane", "in_flight", "proven",
-          "stretch", "tokens", "refilled")  # fmt: skip
+          "stretch", "wall", "tokens", "refilled")  # fmt: skip
 _FLIGHT = ("estimate", "raw", "tag", "weight", "priority", "period", "policed", "undeclared", "counted", "floor")
+_STATE = ("now", "launches", "floor_credit", "tokens", "refilled", "device_ns", "exclusive", "width", "begun",
+          "withheld_until", "withheld_tokens", "withheld_refilled")  # fmt: skip
 
 
 def snapshot(state: DispatchState) -> bytes:
     """The state as canonical bytes (JSON). Only equal states have equal bytes."""
     content = {
-        "version": 2,
+        "version": 3,
         "config": astuple(state.config),
-        "now": state.now,
-        "launches": state.launches,
-        "floor_credit": state.floor_credit,
-        "tokens": state.tokens,
-        "refilled": state.refilled,
-        "device_ns": state.device_ns,
-        "exclusive": state.exclusive,
-        "width": state.width,
+        **{name: getattr(state, name) for name in _STATE},
         "virtual": [lane.virtual for lane in state.lanes],
         "sessions": [
             {
                 **{name: getattr(s, name) for name in _PLAIN},
                 "policy": astuple(s.policy),
+                "rhythm": [s.rhythm.rested, s.rhythm.pauses],
                 "programs": [[p.number, p.next, p.excess, p.ends] for p in s.programs],
                 "early": sorted(s.early.items()),
             }
@@ -261,7 +288,7 @@ def restore(data: bytes) -> DispatchState:
     """The state that `snapshot` encoded."""
     content: dict[str, Any] = json.loads(data)
     state = DispatchState(Config(*content["config"]))
-    for name in ("now", "launches", "floor_credit", "tokens", "refilled", "device_ns", "exclusive", "width"):
+    for name in _STATE:
         setattr(state, name, content[name])
     for lane, virtual in zip(state.lanes, content["virtual"], strict=True):
         lane.virtual = virtual
@@ -269,6 +296,7 @@ def restore(data: bytes) -> DispatchState:
         session = Session(found["id"], found["tenant"], Policy(*found["policy"]), found["resident"], 0)
         for name in _PLAIN:
             setattr(session, name, found[name])
+        session.rhythm = Rhythm(*found["rhythm"])
         for number, next_kernel, excess, ends in found["programs"]:
             program = Program(number, ends, excess)
             program.next = next_kernel

@@ -15,6 +15,7 @@ from wooly_dispatch.events import (
     Policy,
     ProgramSubmittedEvent,
     SessionOpenedEvent,
+    WithheldEvent,
 )
 from wooly_dispatch.invariants import Auditor, check_state
 from wooly_dispatch.metrics import Metrics
@@ -80,9 +81,53 @@ class Rig:
         self.send(LaunchDoneEvent(self.now, launch.launch, took, last=last))
         return launch
 
+    def wait(self) -> list[Decision]:
+        """Let the time pass for which the core keeps the device idle."""
+        self.now = max(self.now, self.state.withheld_until)
+        return self.send(WithheldEvent(self.now))
+
     def drain(self) -> list[LaunchDecision]:
         """End all launches in their order, each as estimated. Returns them."""
         found = []
-        while self.in_flight:
-            found.append(self.finish())
+        while self.in_flight or self.state.withheld_until:
+            if self.in_flight:
+                found.append(self.finish())
+            else:
+                self.wait()
         return found
+
+
+def rhythm_beside_work(
+    rig: Rig, wall_ns: int, pause_ns: int, piece_ns: int, program_ns: int = 100_000
+) -> tuple[int, int]:
+    """Let session "front" compute in a rhythm for some time, while session "behind" always has pieces of `piece_ns` to run.
+
+    As in an executor, a program that arrives during a piece is submitted at the end of the piece. `pause_ns` is the time between
+    the end of a program of "front" and its next one. Launches can be stopped.
+
+    Returns:
+        The time that "behind" ran, in ns, and the number of programs of "front" that ended.
+    """
+    until, arrives, ended = rig.now + wall_ns, rig.now, 0
+    before = rig.run_ns.get("behind", 0)
+    while rig.now < until:
+        if not rig.state.sessions["behind"].programs:
+            rig.submit("behind", *[piece_ns] * 8)
+        if arrives <= rig.now:
+            rig.submit("front", program_ns)
+            arrives = until
+        elif rig.in_flight:
+            launch = rig.in_flight[0]
+            took = program_ns if launch.session == "front" else piece_ns
+            if arrives <= rig.now + took:
+                rig.now += took
+                rig.submit("front", program_ns)
+                rig.now, arrives = rig.now - took, until
+            rig.finish(took, launch.first + 1)
+            if launch.session == "front":
+                ended, arrives = ended + 1, rig.now + pause_ns
+        else:
+            rig.now = min(arrives, rig.state.withheld_until)
+            if rig.now == rig.state.withheld_until:
+                rig.wait()
+    return rig.run_ns.get("behind", 0) - before, ended

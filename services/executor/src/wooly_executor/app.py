@@ -285,7 +285,11 @@ def _prepare_runtime(settings: ExecutorSettings, name: str) -> Runtime:
 
 def _make_loop(settings: ExecutorSettings, runtime: Runtime) -> DeviceLoop:
     """Create the device loop: how it dispatches, swaps, compiles and limits, by the settings."""
-    dispatch = Dispatch(fifo=settings.dispatch == "fifo", undeclared_permille=10 * settings.undeclared_percent)
+    dispatch = Dispatch(
+        fifo=settings.dispatch == "fifo",
+        undeclared_permille=10 * settings.undeclared_percent,
+        withheld_permille=10 * settings.withheld_percent,
+    )
     tiers = None
     if (
         isinstance(runtime, PlanRuntime) and settings.plans

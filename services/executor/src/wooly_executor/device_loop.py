@@ -289,6 +289,8 @@ class DeviceLoop:
         dispatch, launcher, intake = self.dispatch, self.launcher, self.intake
         intake.poll(0 if self._busy() else self._timeout())
         self._run_calls()
+        if dispatch.state.withheld_until:
+            dispatch.end_withholding()
         if dispatch.launch is None and self._collector is not None:
             self._collector.rest(alone=not len(self.sessions))
         while dispatch.launch is not None and not self._stopping.is_set():
@@ -310,7 +312,7 @@ class DeviceLoop:
 
     def _timeout(self) -> float | None:
         """Seconds until there may be work without a new event. None: only an event can bring work."""
-        found: float | None = None
+        found = self.dispatch.withheld_s() if self.dispatch.state.withheld_until else None
         for timeout in self._timeouts:
             t = timeout()
             if t is not None and (found is None or t < found):

@@ -40,6 +40,7 @@ from wooly_dispatch.events import (
     SessionSuspendedEvent,
     SwappedInEvent,
     SwappedOutEvent,
+    WithheldEvent,
 )
 from wooly_dispatch.state import DispatchState
 from wooly_dispatch.windows import PROTECTED
@@ -53,7 +54,9 @@ Entries = deque[tuple[Event, list[Decision]]]
 #: One launch at a time, and a session of a higher class stops it at the next edge. So a P0 session never waits for launches that
 #: were decided earlier. `piece_ns` (4 ms) bounds how long sessions of equal class wait for each other; each piece costs one
 #: decision. `undeclared_permille` bounds P0 and P1 sessions that declare no rate (`policing`, WOOLY_EXECUTOR_UNDECLARED_PERCENT).
-CONFIG = Config(max_flights=1, stoppable=True, piece_ns=4_000_000, undeclared_permille=200)
+#: `withheld_permille` bounds the time for which the device waits for the next program of P0 and P1
+#: (WOOLY_EXECUTOR_WITHHELD_PERCENT).
+CONFIG = Config(max_flights=1, stoppable=True, piece_ns=4_000_000, undeclared_permille=200, withheld_permille=250)
 _ARRIVALS = "arrivals"
 #: Maximum number of frames that are one program for the core. It bounds what a launch that is stopped returns to the queue.
 TOGETHER = 64
@@ -87,6 +90,7 @@ class Dispatch:
     Args:
         fifo: treat all sessions as one, so that frames run in the order of arrival. For comparison only.
         undeclared_permille: see `Config`.
+        withheld_permille: see `Config`.
         clock: returns monotonic ns.
 
     Attributes:
@@ -102,9 +106,10 @@ class Dispatch:
         *,
         fifo: bool = False,
         undeclared_permille: int = CONFIG.undeclared_permille,
+        withheld_permille: int = CONFIG.withheld_permille,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self.config = replace(CONFIG, undeclared_permille=undeclared_permille)
+        self.config = replace(CONFIG, undeclared_permille=undeclared_permille, withheld_permille=withheld_permille)
         self.state = DispatchState()
         self.launch: LaunchDecision | None = None
         self.entries: Entries | None = None
@@ -238,6 +243,16 @@ class Dispatch:
         if flow is not None and (not flow or flow[0] is not batch):
             flow.appendleft(batch)
         return undone
+
+    def withheld_s(self) -> float:
+        """Seconds until the core decides again. Call it only while the core keeps the device idle (`state.withheld_until`)."""
+        return max((self.state.withheld_until - self._clock()) / 1e9, 0.0)
+
+    def end_withholding(self) -> None:
+        """Let the core decide again if the time of its `WithholdDecision` has come. Call it as `withheld_s`."""
+        now = self._clock()
+        if now >= self.state.withheld_until:
+            self._feed(WithheldEvent(now))
 
     def should_stop(self) -> bool:
         """Whether the launch in flight must stop for a higher class: see the core's `should_stop`."""

@@ -232,6 +232,14 @@ class ExecutorSettings(BaseSettings):
     )
     dispatch: Literal["fair", "fifo"] = "fair"
     undeclared_percent: int = Field(default=20, ge=0, le=100)
+    withheld_percent: int = Field(
+        default=25,
+        ge=0,
+        le=90,
+        description="maximum percent of the time for which the device stays idle, at most 2 ms at once, although P2, P3 or P4 "
+        "has work, because a P0 or P1 session that computes in a rhythm will probably send its next program before that work "
+        "would end; 0: never",
+    )
     heartbeat_s: float = Field(default=1.0, gt=0)
     compiler_timeout_s: float = Field(default=20.0, gt=0)
     kernel_s: float = Field(default=10.0, gt=0)

@@ -20,7 +20,7 @@ from wooly_dispatch.journal import Replayer
 
 from wooly_scheduler.core.follower import Follower, FollowerRecord
 
-VERSION = 3
+VERSION = 4
 """Version of the encoding. Increase it when a record's fields change. The reader refuses other versions."""
 MAX_FOLLOWER_BYTES = 64 << 20
 """Maximum size, in bytes, of one follower before compression: about 30,000 sessions of ten minutes. It bounds decompression,
@@ -52,6 +52,8 @@ class _Session(BaseModel, extra="forbid"):
     in_flight: int
     proven: bool
     stretch: int
+    wall: int
+    rhythm: tuple[int, list[int]]
     tokens: int
     refilled: int
     policy: tuple[int, int, int, int, int, int]
@@ -62,8 +64,8 @@ class _Session(BaseModel, extra="forbid"):
 class _State(BaseModel, extra="forbid"):
     """The fields that `wooly_dispatch.state.snapshot` writes."""
 
-    version: Literal[2]
-    config: tuple[int, int, int, int, int, int, int, bool, int, int, int, int, int]
+    version: Literal[3]
+    config: tuple[int, int, int, int, int, int, int, bool, int, int, int, int, int, int, int]
     now: int
     launches: int
     floor_credit: int
@@ -72,6 +74,10 @@ class _State(BaseModel, extra="forbid"):
     device_ns: int
     exclusive: str
     width: int
+    begun: int
+    withheld_until: int
+    withheld_tokens: int
+    withheld_refilled: int
     virtual: tuple[int, int, int, int, int]
     sessions: list[_Session]
     flights: list[
@@ -95,7 +101,7 @@ class _State(BaseModel, extra="forbid"):
 
 _RECORD = TypeAdapter(FollowerRecord)
 _HEAD = TypeAdapter(tuple[str, int, str])
-_WHOLE = TypeAdapter(tuple[Literal[3], int, list[tuple[str, int, int]]])
+_WHOLE = TypeAdapter(tuple[Literal[4], int, list[tuple[str, int, int]]])
 
 
 def encode_follower(follower: Follower) -> bytes:

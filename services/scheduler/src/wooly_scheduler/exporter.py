@@ -59,6 +59,10 @@ def families(gpus: Iterable[GpuActor]) -> Iterator[Metric]:
             ("wall_seconds", "time that the journal covers"),
             ("executing_seconds", "time in which the device executed"),
             ("starving_seconds", "time in which the device executed while another session had work ready"),
+            (
+                "withheld_seconds",
+                "time in which the device was kept idle for the next program of P0 or P1 while another session had work ready",
+            ),
             ("journal_entries", "replayed entries of the journal"),
             ("journal_gaps", "journals with missing entries"),
         )
@@ -119,6 +123,7 @@ def families(gpus: Iterable[GpuActor]) -> Iterator[Metric]:
             ("wall_seconds", meters.wall_ns / 1e9),
             ("executing_seconds", meters.executing_ns / 1e9),
             ("starving_seconds", meters.starving_ns / 1e9),
+            ("withheld_seconds", meters.withheld_ns / 1e9),
             ("journal_entries", follower.entries),
             ("journal_gaps", follower.gaps),
         ):

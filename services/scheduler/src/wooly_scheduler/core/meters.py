@@ -160,13 +160,13 @@ class GpuMeters(Metrics):
         return found
 
     def idle_permille(self) -> int:
-        """Share of the time since the last decision about the windows in which nothing executed."""
-        wall, executing = self.wall_ns - self._judged[0], self.executing_ns - self._judged[1]
-        return 1000 - executing * 1000 // wall if wall else 0
+        """Share of the time since the last decision about the windows in which nothing executed, and nothing was withheld."""
+        wall, used = self.wall_ns - self._judged[0], self.executing_ns + self.withheld_ns - self._judged[1]
+        return 1000 - used * 1000 // wall if wall else 0
 
     def restart_measurements(self) -> None:
         """Start new measurements, because the windows may change now."""
-        self._judged = (self.wall_ns, self.executing_ns)
+        self._judged = (self.wall_ns, self.executing_ns + self.withheld_ns)
         for pace in self.paces.values():
             pace.restart_measurements()
 
