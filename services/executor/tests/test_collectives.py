@@ -128,8 +128,10 @@ def test_pieces_of_any_size_have_the_bits_of_additions_one_after_the_other(dtype
 def test_reduction_in_place_has_the_bits_of_one_with_memory_of_its_own(dtype, reduction, size):
     generator = torch.Generator().manual_seed(1)
     values = [torch.randint(-90, 90, (40,), generator=generator).to(dtype) for _ in range(size)]
-    factor = 0.3 if dtype is torch.bfloat16 and reduction is Reduction.PREMUL_SUM else 1.0
-    call = Collective(GROUP, 1, 0, size, 1000, What.ALL_REDUCE, reduction=reduction, factor=factor)
+    if reduction is Reduction.PREMUL_SUM and not dtype.is_floating_point:
+        return  # the frame is refused
+    call = Collective(GROUP, 1, 0, size, 1000, What.ALL_REDUCE, reduction=reduction)
+    call = dataclasses.replace(call, factor=0.3 if reduction is Reduction.PREMUL_SUM else 1.0)
     expected = torch.empty(40, dtype=dtype)
     list(steps([Part(tuple(values), (expected,))], call, 64))
     for count in range(1, size + 1):
