@@ -45,6 +45,10 @@ def test_rank_that_ends_first_still_does_its_part(program, how):
     assert "[3.0, 3.0, 3.0, 3.0]" in program("leaving.py", how).output()[0]
 
 
+def test_groups_are_made_again_after_they_were_destroyed(program):
+    assert program("again.py").output() == ["all groups agree\n"] * 2
+
+
 def test_ranks_that_call_different_collectives_are_told_where(program):
     for status, out, _ in program("waiting.py", "different").results():
         assert status == 7

@@ -43,7 +43,8 @@ class FrameCarrier:
         size: number of ranks.
         timeout_s: maximum seconds to wait for other ranks.
         together: lets the sessions of all ranks of the program go on elsewhere together; None: they do not.
-        whole: the group has all ranks of the program.
+        turns_from: of the group of all ranks at whose collectives the ranks take cuts together: what is added to the numbers of
+            its collectives, so that they are larger than those of former groups. None: it is another group.
     """
 
     def __init__(
@@ -56,9 +57,9 @@ class FrameCarrier:
         timeout_s: float,
         together: Together | None = None,
         *,
-        whole: bool = False,
+        turns_from: int | None = None,
     ) -> None:
-        self._together, self._whole = together, whole
+        self._together, self._turns_from = together, turns_from
         self._devices, self._link, self._name = devices, link, name
         self._rank, self._size, self.timeout_s = rank, size, timeout_s
         self._sequence = 0
@@ -85,16 +86,15 @@ class FrameCarrier:
         peers = work.peers or [0] * len(tensors)
         ranges = [_range(t, peer) for t, peer in zip(tensors, peers, strict=True)]
         single = work.what in (What.EXCHANGE, What.LEAVE)
-        together = self._together
-        cuts = together is not None and self._whole and not single and not forming
+        together, base = self._together, None if single or forming else self._turns_from
         while True:
             number = self._sequence + 1
-            if cuts and together is not None and self._recovery is not None:
-                together.turn(number, self._recovery)  # may wait for the first rank, so without the lock
+            if base is not None and together is not None and self._recovery is not None:
+                together.turn(base + number, self._recovery)  # may wait for the first rank, so without the lock
             with recorders[0].lock:
                 if single or number == self._sequence + 1:
                     self._send(work, recorders, ranges, where, number, single=single, forming=forming)
-                    if cuts and together is not None and (cut := together.cut_behind(number)):
+                    if base is not None and together is not None and (cut := together.cut_behind(base + number)):
                         self._link.continuation.take_common_cut(cut)
                     return
 
@@ -167,6 +167,8 @@ class FrameCarrier:
 
     def leave(self) -> None:
         """Leave the group, if the session is still open. Wait until its collectives are done, as NCCL does."""
+        if self._turns_from is not None and self._together is not None:
+            self._together.follow()
         with contextlib.suppress(WoolyError):
             self.carry(Work(What.LEAVE))
             with self._recorders()[0].lock:
