@@ -1,5 +1,6 @@
 """torch.distributed on one and two executors: collectives, trainings, and ranks that die, are late, or ask for other things."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -47,6 +48,13 @@ def test_rank_that_ends_first_still_does_its_part(program, how):
 
 def test_groups_are_made_again_after_they_were_destroyed(program):
     assert program("again.py").output() == ["all groups agree\n"] * 2
+
+
+def test_collectives_above_the_limit_of_host_memory_are_done_in_rounds(program):
+    with contextlib.ExitStack() as stack:
+        how = {"start": forks.Forked, "environment": {"WOOLY_EXECUTOR_SESSION_HOST": str(16 << 20)}}
+        urls = [standalone_url(stack.enter_context(executor_process(**how))) for _ in range(2)]
+        assert program("rounds.py", at=urls).output() == ["all rounds agree\n"] * 2
 
 
 def test_ranks_that_call_different_collectives_are_told_where(program):

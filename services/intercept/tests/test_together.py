@@ -66,7 +66,7 @@ def ranks():
     both(found, lambda rank: rank.together.enter())
     for rank in found:
         with rank.lock:
-            assert rank.together.form(GROUP, [0, 1]) == 2
+            assert rank.together.form(GROUP, [0, 1]) == [{"instance": "executor 0"}, {"instance": "executor 1"}]
             rank.together.lead(0)
     yield found
     for rank in found:

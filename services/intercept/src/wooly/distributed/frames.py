@@ -17,6 +17,7 @@ from wooly_wis.collectives import Collective, Range, What, pack_collective, with
 
 from wooly.devices import Devices, shown
 from wooly.distributed.carrier import Work
+from wooly.distributed.rounds import rounds
 from wooly.distributed.together import Together
 from wooly.dtypes import DTYPES
 from wooly.errors import WoolyError
@@ -45,6 +46,8 @@ class FrameCarrier:
         together: lets the sessions of all ranks of the program go on elsewhere together; None: they do not.
         turns_from: of the group of all ranks at whose collectives the ranks take cuts together: what is added to the numbers of
             its collectives, so that they are larger than those of former groups. None: it is another group.
+        most: bytes of host memory that a collective may need, because several executors work on it. Larger ones are done in
+            rounds. None: any.
     """
 
     def __init__(
@@ -58,7 +61,9 @@ class FrameCarrier:
         together: Together | None = None,
         *,
         turns_from: int | None = None,
+        most: int | None = None,
     ) -> None:
+        self._most = most
         self._together, self._turns_from = together, turns_from
         self._devices, self._link, self._name = devices, link, name
         self._rank, self._size, self.timeout_s = rank, size, timeout_s
@@ -69,7 +74,8 @@ class FrameCarrier:
 
     def carry(self, work: Work) -> None:
         """Send this rank's part."""
-        self._carry(work)
+        for part in (work,) if self._most is None else rounds(work, self._most):
+            self._carry(part)
 
     def form(self) -> None:
         """Let the executors know all ranks, so that they notice if one ends: send the first BARRIER.

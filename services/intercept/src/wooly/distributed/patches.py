@@ -6,7 +6,7 @@ import json
 import secrets
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.cuda.nccl
@@ -123,12 +123,13 @@ class Meeting:
             first = None if None in turns else max(turns)
             with recorder.lock:
                 link.recovery.together = together
-                executors = together.form(name, [number for number, _, _ in said])
+                found = together.form(name, [number for number, _, _ in said])
                 if first is not None:
                     together.lead(first)
-            carrier = FrameCarrier(devices, link, name, rank, size, timeout_s, together, turns_from=first)
+            most = _bytes_of_round(found)
+            carrier = FrameCarrier(devices, link, name, rank, size, timeout_s, together, turns_from=first, most=most)
             carrier.form()
-            return carrier, executors
+            return carrier, len({place["instance"] for place in found})
         with recorder.lock:
             link.stay(_STAYS.format(why))  # before the others know where it is
         store.set(f"{rank}", json.dumps(place(opened, index, link)))
@@ -145,9 +146,16 @@ class Meeting:
         with recorder.lock:
             for payload in payloads:
                 link.introduce(payload, origin())
-        carrier = FrameCarrier(devices, link, name, rank, size, timeout_s)
+        carrier = FrameCarrier(devices, link, name, rank, size, timeout_s, most=_bytes_of_round(found))
         carrier.form()
         return carrier, len(places)
+
+
+def _bytes_of_round(places: Sequence[dict[str, Any]]) -> int | None:
+    """Bytes of host memory that a collective of ranks at these places may need; None: one executor, which needs none."""
+    if len({place["instance"] for place in places}) == 1:
+        return None
+    return min([int(place["bytes"]) for place in places])
 
 
 def _enter(store: Any, rank: int, size: int, link: Link, lock: Lock, opened: Any, index: int) -> Together:

@@ -114,7 +114,7 @@ class Together:
         self._meet(lambda: self.link.lost is not None)
         start_thread(self._watch, "wooly-ranks")
 
-    def form(self, name: bytes, members: Sequence[int]) -> int:
+    def form(self, name: bytes, members: Sequence[int]) -> list[dict[str, Any]]:
         """Make a group.
 
         Args:
@@ -122,14 +122,14 @@ class Together:
             members: its ranks, by their numbers in the program.
 
         Returns:
-            The number of executors of the program.
+            The places of the ranks, by rank of the group.
 
         The recorder's lock is held.
         """
         self._groups[name] = members
         for payload in self._introductions({name}):
             self.link.send(Kind.GROUP, payload)
-        return len({place["instance"] for place in self._places})
+        return [self._places[rank] for rank in members]
 
     def lead(self, first: int) -> None:
         """From now on, the ranks take cuts at the collectives of a new group of all ranks.
