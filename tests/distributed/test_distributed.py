@@ -1,5 +1,6 @@
 """torch.distributed on one and two executors: collectives, trainings, and ranks that die, are late, or ask for other things."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -43,6 +44,17 @@ def test_rank_that_is_killed_ends_the_others_with_the_reason(program):
 def test_rank_that_ends_first_still_does_its_part(program, how):
     """Its script ends without a wait, or leaves the group and ends without Python's exit functions."""
     assert "[3.0, 3.0, 3.0, 3.0]" in program("leaving.py", how).output()[0]
+
+
+def test_groups_are_made_again_after_they_were_destroyed(program):
+    assert program("again.py").output() == ["all groups agree\n"] * 2
+
+
+def test_collectives_above_the_limit_of_host_memory_are_done_in_rounds(program):
+    with contextlib.ExitStack() as stack:
+        how = {"start": forks.Forked, "environment": {"WOOLY_EXECUTOR_SESSION_HOST": str(16 << 20)}}
+        urls = [standalone_url(stack.enter_context(executor_process(**how))) for _ in range(2)]
+        assert program("rounds.py", at=urls).output() == ["all rounds agree\n"] * 2
 
 
 def test_ranks_that_call_different_collectives_are_told_where(program):

@@ -57,6 +57,7 @@ LOSSES = {
     "second of one carrier": {"LOSE_RANK": "1"},
     "first": {"LOSE_RANK": "0"},
     "frames": {"LOSE_RANK": "1", "WOOLYAI_CHECKPOINT_S": "1000"},
+    "second, in the second group": {"LOSE_RANK": "1", "AGAIN": "4"},
     "link": {"LOSE_RANK": "0", "CUT": "1"},
 }
 

@@ -9,6 +9,7 @@ from wooly_wis.collectives import (
     MAX_RANGES,
     MAX_RANKS,
     Collective,
+    CollectiveReader,
     Range,
     Reduction,
     What,
@@ -16,6 +17,7 @@ from wooly_wis.collectives import (
     pack_collective,
     unpack_collective,
     with_group,
+    with_sequence,
 )
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import DecodeError
@@ -42,6 +44,45 @@ def test_frame_with_another_group_is_otherwise_the_same():
     other = with_group(pack_collective(ALL_REDUCE), bytes(16))
     assert group_of(other) == bytes(16) and group_of(pack_collective(ALL_REDUCE)) == GROUP
     assert unpack_collective(other) == dataclasses.replace(ALL_REDUCE, group=bytes(16))
+
+
+def test_frame_with_another_number_is_otherwise_the_same():
+    assert with_sequence(pack_collective(ALL_REDUCE), 9) == pack_collective(dataclasses.replace(ALL_REDUCE, sequence=9))
+
+
+def outcome(unpack, payload):
+    try:
+        return unpack(payload)
+    except DecodeError as e:
+        return str(e)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([ALL_REDUCE, EXCHANGE, dataclasses.replace(ALL_REDUCE, rank=2, fault="it is too large")]),
+            st.sampled_from([0, 1, 2, 1 << 63]),
+            st.sampled_from([GROUP, bytes(16)]),
+            st.sampled_from([0, 0, 0, 1, 77, 500]),
+        ),
+        max_size=12,
+    )
+)
+def test_reader_unpacks_frames_that_come_again_like_new_ones(frames):
+    reader = CollectiveReader()
+    for sent, sequence, group, cut in frames:
+        payload = with_group(with_sequence(pack_collective(sent), sequence), group)
+        payload = payload[: len(payload) - cut] if cut else payload
+        assert outcome(reader.unpack, payload) == outcome(unpack_collective, payload)
+
+
+def test_reader_remembers_few_small_frames():
+    reader = CollectiveReader()
+    for timeout in range(1, 2000):
+        reader.unpack(pack_collective(dataclasses.replace(ALL_REDUCE, timeout_ms=timeout)))
+    many = dataclasses.replace(EXCHANGE, reads=EXCHANGE.reads * MAX_RANGES)
+    assert reader.unpack(pack_collective(many)) == many
+    assert len(reader._known) <= 256 and max(map(len, reader._known)) <= 1024
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Collectives of sessions on one executor: results, waiting, differences between the ranks, and hostile frames."""
 
 import dataclasses
+import itertools
 import struct
 import time
 
@@ -119,6 +120,26 @@ def test_pieces_of_any_size_have_the_bits_of_additions_one_after_the_other(dtype
     done = sum(steps([Part(tuple(sources), tuple(targets))], call, 64))
     assert done == 8 * count * dtype.itemsize
     assert all(torch.equal(target, expected) for target in targets)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32])
+@pytest.mark.parametrize("reduction", [*Reduction][1:], ids=lambda r: r.name)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_reduction_in_place_has_the_bits_of_one_with_memory_of_its_own(dtype, reduction, size):
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randint(-90, 90, (40,), generator=generator).to(dtype) for _ in range(size)]
+    if reduction is Reduction.PREMUL_SUM and not dtype.is_floating_point:
+        return  # the frame is refused
+    call = Collective(GROUP, 1, 0, size, 1000, What.ALL_REDUCE, reduction=reduction)
+    call = dataclasses.replace(call, factor=0.3 if reduction is Reduction.PREMUL_SUM else 1.0)
+    expected = torch.empty(40, dtype=dtype)
+    list(steps([Part(tuple(values), (expected,))], call, 64))
+    for count in range(1, size + 1):
+        for writers in itertools.permutations(range(size), count):
+            sources = [v.clone() for v in values]
+            list(steps([Part(tuple(sources), tuple([sources[rank] for rank in writers]))], call, 64))
+            found = [expected if rank in writers else values[rank] for rank in range(size)]
+            assert all(map(torch.equal, sources, found)), writers
 
 
 @pytest.mark.parametrize("dtype", sorted(REDUCIBLE, key=lambda d: d.code), ids=lambda d: d.label)

@@ -66,7 +66,8 @@ def ranks():
     both(found, lambda rank: rank.together.enter())
     for rank in found:
         with rank.lock:
-            assert rank.together.form(GROUP, [0, 1]) == 2
+            assert rank.together.form(GROUP, [0, 1]) == [{"instance": "executor 0"}, {"instance": "executor 1"}]
+            rank.together.lead(0)
     yield found
     for rank in found:
         rank.together.end("the test is over")
@@ -116,6 +117,25 @@ def test_all_ranks_cut_behind_one_collective_if_one_of_them_wants_to(ranks, whic
     nbytes = [0, 0]
     nbytes[which] = CUT_BYTES + 1
     until_cut(ranks, 2, nbytes)
+
+
+def test_ranks_take_cuts_in_a_group_of_all_ranks_that_they_make_later(ranks, monkeypatch):
+    monkeypatch.setattr(module, "TURN_S", 0)
+    number, cut = until_cut(ranks, 2, [CUT_BYTES + 1, 0])
+    for rank in ranks:
+        assert rank.together.behind is None
+        rank.store()
+        rank.together.follow()
+        assert rank.together.behind == number - 1
+    for rank in ranks:
+        rank.together.lead(number - 1)
+    number, other = until_cut(ranks, number + 1, [CUT_BYTES + 1, 0])
+    assert other == cut + 1
+    for rank in ranks:
+        rank.store()
+    for following in (number, number + 1):
+        both(ranks, lambda rank, n=following: rank.carry(n))
+    assert [rank.recovery.stored for rank in ranks] == [2, 2]
 
 
 def test_cut_is_common_when_all_ranks_have_stored_it(ranks, monkeypatch):

@@ -1,6 +1,7 @@
 """Trains a small network with DistributedDataParallel and Adam. Each rank prints a digest of its losses and of the weights.
 
 ranks.py STEPS     LOSE_RANK: the rank whose executor is lost at the steps in LOSE
+                   AGAIN: the step at which the ranks make their groups again
                    LEAST_SHARE: least bytes of a share of a collective that is divided among executors
 """
 
@@ -25,9 +26,16 @@ if "LEAST_SHARE" in os.environ:
 warnings.simplefilter("ignore")
 steps = int(sys.argv[1])
 local_rank = int(os.environ["LOCAL_RANK"])
-dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
+
+
+def groups():
+    """Make the group of all ranks. Returns groups of two."""
+    dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
+    return [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
+
+
+pairs = groups()
 rank, size = dist.get_rank(), dist.get_world_size()
-pairs = [dist.new_group([first, first + 1]) for first in range(0, size, 2)]
 torch.cuda.set_device(local_rank)
 torch.manual_seed(1 + rank)  # DDP gives all ranks the weights of the first one
 network = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(64), nn.Linear(64, 8)).to("cuda")
@@ -39,6 +47,10 @@ losses = []
 for step in range(steps):
     if rank == int(os.environ.get("LOSE_RANK", "0")):
         losing.step(step)
+    if step == int(os.environ.get("AGAIN", "-1")):
+        dist.destroy_process_group()
+        pairs = groups()
+        model = DDP(network, device_ids=[local_rank])
     at = step * 16 % 496
     x, y = data[at : at + 16].to("cuda"), labels[at : at + 16].to("cuda")
     loss = nn.functional.cross_entropy(model(x), y)

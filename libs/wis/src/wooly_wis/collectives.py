@@ -31,6 +31,11 @@ MAX_ORIGIN = 512
 _MAX_TIMEOUT_MS = 10 * 366 * 86_400_000
 _HEAD = struct.Struct(f"<{GROUP_BYTES}sQQIIIBBBBdIII")
 _RANGE = struct.Struct("<QQQI")
+_SEQUENCE = struct.Struct("<Q")
+#: Byte behind the sequence number.
+_NUMBERED = GROUP_BYTES + _SEQUENCE.size
+#: Size, in bytes, up to which a `CollectiveReader` remembers frames, and their number. DDP sends one kind of frame per bucket.
+_REMEMBERED, _MOST_KNOWN = 1024, 256
 #: Maximum number of executors among which the collectives of a group are divided.
 MAX_SHARES = 16
 #: Flags of a frame.
@@ -168,6 +173,11 @@ def group_of(payload: bytes | memoryview) -> bytes:
     return bytes(payload[:GROUP_BYTES])
 
 
+def with_sequence(payload: bytes, sequence: int) -> bytes:
+    """The payload of a COLLECTIVE frame that `pack_collective` has made, with another sequence number."""
+    return payload[:GROUP_BYTES] + _SEQUENCE.pack(sequence) + payload[_NUMBERED:]
+
+
 def with_group(payload: bytes | memoryview, group: bytes) -> bytes:
     """The payload of a COLLECTIVE frame that `pack_collective` has made, with another group's id."""
     return group + bytes(payload[GROUP_BYTES:])
@@ -221,6 +231,32 @@ def unpack_collective(payload: bytes | memoryview) -> Collective:
     )
     _check(found)
     return found
+
+
+class CollectiveReader:
+    """Unpacks COLLECTIVE frames, and remembers the small ones: a script repeats what it asks for, with other sequence numbers."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, Collective] = {}
+
+    def unpack(self, payload: bytes | memoryview) -> Collective:
+        """As `unpack_collective`."""
+        if len(payload) > _REMEMBERED:
+            return unpack_collective(payload)
+        key = bytes(payload[:GROUP_BYTES]) + bytes(payload[_NUMBERED:])
+        k = self._known.get(key)
+        if k is None or not k.sequence:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            found = self._known[key] = unpack_collective(payload)
+            return found
+        (sequence,) = _SEQUENCE.unpack_from(payload, GROUP_BYTES)
+        if not sequence:
+            return unpack_collective(payload)
+        return Collective(
+            *(k.group, sequence, k.rank, k.size, k.timeout_ms, k.what, k.dtype, k.reads, k.writes, k.reduction, k.root),
+            *(k.factor, k.origin, k.fault, k.recovers, k.share),
+        )
 
 
 _WHATS = frozenset(map(int, What))

@@ -25,6 +25,8 @@ from wooly_executor.post import Post
 from wooly_executor.runtime.device import TorchDevice
 from wooly_executor.session import Session
 
+_NOTHING = pack_json({})
+
 
 def require_place(conn: Connection, place: int, nbytes: int) -> None:
     """Check that an answer fits into shared memory at a place that the client names.
@@ -69,7 +71,7 @@ class Answers:
 
     def say(self, conn: Connection, value: dict[str, Any], kind: Kind = Kind.RESULT) -> None:
         """Answer with a JSON object."""
-        conn.send(kind, pack_json(value))
+        conn.send(kind, pack_json(value) if value else _NOTHING)
         self._said = True
         if conn.queued_bytes > self._limits.answers or conn.queued_pieces > MAX_PIECES:
             self._wait_if_full(conn)

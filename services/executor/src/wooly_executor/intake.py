@@ -98,8 +98,9 @@ class Intake:
     def settle(self) -> None:
         """Handle posted events and send queued answers until there are no more of either. Commit the frames that were queued."""
         post, go_on = self._post, self._interpreter.go_on
-        self._answers.flush()
-        while post:
+        if not post:
+            self._answers.flush()
+        while post:  # first: if a collective has ended, no rank waits while the answer to another one is sent
             while post:
                 go_on(*post.take())
             self._answers.flush()

@@ -223,6 +223,7 @@ class Sessions:
         libraries = extensions.facts(opaque=session.programs.author.opaque)
         facts = self._runtime.facts() | {"total_memory": session.quota, "libraries": libraries}
         facts |= {"instance": self._instance, "ipc": True, "groups_recover": True, "group_shares": True}
+        facts["group_bytes"] = self._limits.session // 2
         welcome = {"protocol": PROTOCOL, "session_id": session.id, "window": WINDOW, "device": facts}
         if conn.segment is not None:
             welcome["segment"] = conn.segment.nbytes

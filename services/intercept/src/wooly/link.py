@@ -635,7 +635,7 @@ class Link:
             RemoteOperationError: an operation since the last answer failed.
             ExecutorLostError: the connection to the executor ended.
         """
-        self._answer(Kind.SYNC)
+        self._payload(Kind.SYNC)
         self._note_all_answered()
 
     def stats(self, wanted: int = 0) -> dict[str, Any]:

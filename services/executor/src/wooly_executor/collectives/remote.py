@@ -241,7 +241,8 @@ class RemoteCollectives:
         if not fault and need > self._most:
             fault = (
                 f"rank {call.rank}, {describe(call)}: it needs {need} bytes of host memory of the rank's executor, because "
-                f"another executor carries it; at most {self._most} are allowed (WOOLY_EXECUTOR_SESSION_HOST)"
+                f"another executor carries it; at most {self._most} are allowed; use smaller tensors, or raise "
+                "WOOLY_EXECUTOR_SESSION_HOST"
             )
         if fault:
             needs, need = [(0, 0)] * len(others), 0

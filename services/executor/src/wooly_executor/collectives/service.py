@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from wooly_bus.channel import ProtocolError
-from wooly_wis.collectives import REDUCING, SHARED_MEMORY, Collective, Range, What, unpack_collective
+from wooly_wis.collectives import REDUCING, SHARED_MEMORY, Collective, CollectiveReader, Range, What
 
 from wooly_executor.collectives.groups import Arrival, Groups, Meeting
 from wooly_executor.collectives.remote import RemoteCollectives
@@ -96,6 +96,7 @@ class Collectives:
         self._find, self._lose, self._clock = find, lose, clock
         self._piece = PIECE_ON_HOST if device.host else PIECE_ON_GPU
         self.groups = Groups()
+        self._reader = CollectiveReader()
         self.remote = RemoteCollectives(
             vram,
             call,
@@ -128,7 +129,7 @@ class Collectives:
         """
         now = self._under_way.get(session.id)
         if now is None:
-            now = self._start(session, unpack_collective(frame.payload))
+            now = self._start(session, self._reader.unpack(frame.payload))
             if now is None:
                 return Signal.MEMORY_AWAITED
         found = []
@@ -320,36 +321,36 @@ class Collectives:
     def _unusable_ranges(
         self, session: Session, call: Collective, reads: Sequence[Range], writes: Sequence[Range]
     ) -> str:
-        size = call.dtype.itemsize
-        what = f"rank {call.rank}, {call.name}" + (f" at {call.origin}" if call.origin else "")
         if call.fault:
             return call.fault
-        for operand, writing in [*[(r, False) for r in reads], *[(w, True) for w in writes]]:
-            nbytes = operand.elements * size
-            if not nbytes:
-                continue
-            known = session.buffers.get(operand.buffer)
-            if operand.buffer == SHARED_MEMORY:
-                if why := self._not_shared(session, operand.offset, nbytes):
-                    return f"{what}: {why}"
-            elif known is None:
-                return f"{what}: buffer {operand.buffer} does not exist"
-            elif known.base is None and not (writing and nbytes == known.nbytes):
-                return f"{what}: its data is missing, because an operation failed: {known.poison}"
-            elif operand.offset + nbytes > known.nbytes:
-                return (
-                    f"{what}: bytes {operand.offset} to {operand.offset + nbytes} are out of bounds: buffer {operand.buffer} has "
-                    f"{known.nbytes} bytes"
-                )
-            elif writing and operand.buffer in session.holdings.ipc:
-                return (
-                    f"{what}: buffer {operand.buffer} is shared with another process, so a collective cannot write it; use a "
-                    "clone, and copy the result"
-                )
-            if operand.offset % size:
-                return f"{what}: byte offset {operand.offset} is not a multiple of the elements' {size} bytes"
-        found = overlap(call, reads, writes)
-        return f"{what}: {found}" if found else ""
+        why = next((why for r in reads if (why := self._unusable_range(session, call, r, writing=False))), "")
+        why = why or next((why for w in writes if (why := self._unusable_range(session, call, w, writing=True))), "")
+        why = why or overlap(call, reads, writes)
+        if not why:
+            return ""
+        return f"rank {call.rank}, {call.name}" + (f" at {call.origin}" if call.origin else "") + f": {why}"
+
+    def _unusable_range(self, session: Session, call: Collective, operand: Range, *, writing: bool) -> str:
+        size = call.dtype.itemsize
+        buffer, offset, nbytes = operand.buffer, operand.offset, operand.elements * size
+        if not nbytes:
+            return ""
+        known = session.buffers.get(buffer)
+        if buffer == SHARED_MEMORY:
+            if why := self._not_shared(session, offset, nbytes):
+                return why
+        elif known is None:
+            return f"buffer {buffer} does not exist"
+        elif known.base is None and not (writing and nbytes == known.nbytes):
+            return f"its data is missing, because an operation failed: {known.poison}"
+        elif offset + nbytes > known.nbytes:
+            return f"bytes {offset} to {offset + nbytes} are out of bounds: buffer {buffer} has {known.nbytes} bytes"
+        elif writing and buffer in session.holdings.ipc:
+            return (
+                f"buffer {buffer} is shared with another process, so a collective cannot write it; use a clone, and copy the "
+                "result"
+            )
+        return f"byte offset {offset} is not a multiple of the elements' {size} bytes" if offset % size else ""
 
     def _not_shared(self, session: Session, at: int, nbytes: int) -> str:
         """Why bytes at a place of the memory that client and executor share cannot be operands; empty: they can."""
@@ -367,7 +368,10 @@ class Collectives:
         for arrival, session in zip(arrivals, sessions, strict=True):
             reads, writes = self._ranges(meeting, arrival)
             written = [self._tensor(session, arrival.call, w, writing=True) for w in writes]
-            memory.append(([self._tensor(session, arrival.call, r, writing=False) for r in reads], written))
+            read = (
+                written if reads == writes else [self._tensor(session, arrival.call, r, writing=False) for r in reads]
+            )
+            memory.append((read, written))
         if meeting.read >= 0:
             return [Part((memory[0][0][0],), (memory[1][1][0],))]
         return parts_of([a.call for a in arrivals], memory)
@@ -426,7 +430,7 @@ class Collectives:
         self._with_room.discard(session.id)
         session.holdings.travelling = frozenset()
         if now is None:
-            unpack_collective(frame.payload)
+            self._reader.unpack(frame.payload)
             return
         error = self._error(session, now)
         self.remote.finish(session, now.call)
@@ -471,6 +475,8 @@ def overlap(call: Collective, reads: Sequence[Range], writes: Sequence[Range]) -
 
     A rank may work in place: its own part of what it reads may be its own part of what it writes.
     """
+    if len(reads) == len(writes) == 1 and reads[0] == writes[0] and _is_own(call, 0, 0):  # DDP's buckets
+        return ""
     size = call.dtype.itemsize
     spans = sorted([(w.buffer, w.offset, w.offset + w.elements * size, k) for k, w in enumerate(writes) if w.elements])
     for (buffer, _, end, k), (other, start, _, j) in itertools.pairwise(spans):

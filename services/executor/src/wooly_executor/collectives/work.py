@@ -69,16 +69,18 @@ def parts_of(calls: Sequence[Collective], memory: Sequence[Memory]) -> list[Part
     return []
 
 
-def reduce(pieces: Sequence[Tensor], reduction: Reduction, factor: float, into: Tensor) -> Tensor:
-    """Reduce tensors of equal size, in their order, and return the result.
+def reduce(pieces: Sequence[Tensor], reduction: Reduction, factor: float, into: Tensor) -> None:
+    """Reduce tensors of equal size, in their order.
 
     Args:
         pieces: the tensors.
         reduction: the reduction.
         factor: the factor of PREMUL_SUM.
-        into: memory of the same size that may be used for the result.
+        into: memory of the same size for the result. It may be one of the first `readable_in_place` pieces, but must not
+            overlap the others.
     """
-    if pieces[0].dtype is torch.bool:  # as in NCCL, whose bools are numbers: a sum is "or", a product is "and"
+    first = pieces[0]
+    if first.dtype is torch.bool:  # as in NCCL, whose bools are numbers: a sum is "or", a product is "and"
         step = torch.logical_or if reduction in (Reduction.SUM, Reduction.MAX) else torch.logical_and
     elif reduction is Reduction.PRODUCT:
         step = torch.mul
@@ -89,50 +91,68 @@ def reduce(pieces: Sequence[Tensor], reduction: Reduction, factor: float, into: 
     else:
         step = torch.add
     if reduction is Reduction.PREMUL_SUM:
-        torch.mul(pieces[0], factor, out=into)
+        torch.mul(first, factor, out=into)
         for piece in pieces[1:]:
             into.add_(piece * factor)
-        return into
-    into.copy_(pieces[0])
-    for piece in pieces[1:]:
+        return
+    if len(pieces) == 1:
+        _copy(first, into)
+    else:
+        step(first, pieces[1], out=into)
+    for piece in pieces[2:]:
         step(into, piece, out=into)
     if reduction is Reduction.AVG:
         if into.is_floating_point():
             into.div_(len(pieces))
         else:
             torch.div(into, len(pieces), rounding_mode="trunc", out=into)
-    return into
+
+
+def readable_in_place(reduction: Reduction) -> int:
+    """Number of pieces that `reduce` has read before it writes the result for the first time."""
+    return 1 if reduction is Reduction.PREMUL_SUM else 2
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    if target.data_ptr() != source.data_ptr():  # a rank's own part may be in place already
+        target.copy_(source)
+
+
+def _combine(call: Collective, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Do the work of a piece of a part. A reduction is computed in the first target that no later source overlaps."""
+    found = sources[0]
+    if call.what in REDUCING and targets:
+        later = {source.data_ptr() for source in sources[readable_in_place(call.reduction) :]}
+        own = next((target for target in targets if target.data_ptr() not in later), None) if later else targets[0]
+        found = torch.empty_like(found) if own is None else own
+        reduce(sources, call.reduction, call.factor, found)
+    for target in targets:
+        if target is not found:
+            _copy(found, target)
 
 
 def steps(parts: Sequence[Part], call: Collective, piece: int) -> Iterator[int]:
     """Do the work, and yield the bytes of each piece.
+
+    A target is a source's memory, or overlaps no source: `service.overlap` has checked this.
 
     Args:
         parts: the parts.
         call: what one of the ranks asks for: reduction and factor are the same for all.
         piece: size of a piece, in bytes.
     """
-    reducing = call.what in REDUCING
-    own: Tensor | None = None
     small = 0
     for part in parts:
         first = part.sources[0]
-        count, each = first.numel(), max(piece // first.element_size(), 1)
+        count, nbytes = first.numel(), first.element_size()
+        each = max(piece // nbytes, 1)
         for begin in range(0, count, each):
-            end = min(begin + each, count)
-            sources = [s[begin:end] for s in part.sources]
-            found = sources[0]
-            if reducing:
-                if own is None:
-                    own = torch.empty(
-                        min(each, max([p.sources[0].numel() for p in parts])), dtype=first.dtype, device=first.device
-                    )
-                found = reduce(sources, call.reduction, call.factor, own[: end - begin])
-            for target in part.targets:
-                t = target[begin:end]
-                if t.data_ptr() != found.data_ptr():  # a rank's own part may be in place already
-                    t.copy_(found)
-            small += (end - begin) * first.element_size() * (len(part.sources) + len(part.targets))
+            sources, targets, end = part.sources, part.targets, min(begin + each, count)
+            if count > each:
+                sources = tuple([t[begin:end] for t in sources])
+                targets = tuple([t[begin:end] for t in targets])
+            _combine(call, sources, targets)
+            small += (end - begin) * nbytes * (len(sources) + len(targets))
             if small >= piece:
                 yield small
                 small = 0

@@ -23,6 +23,7 @@ class Work:
         factor: the factor of PREMUL_SUM.
         peers: of an exchange: the other rank of each tensor, those of `reads` first.
         timeout_s: maximum time to wait for other ranks; None: the group's timeout.
+        awaited: the caller waits for it next (`Carrier.wait`).
     """
 
     what: What
@@ -33,6 +34,7 @@ class Work:
     factor: float = 1.0
     peers: Sequence[int] = ()
     timeout_s: float | None = None
+    awaited: bool = False
 
 
 class Carrier(Protocol):

@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
-from wooly_wis.collectives import Collective, Range, What, pack_collective
-from wooly_wis.dtypes import DType
+from wooly_wis.collectives import Collective, Range, What, pack_collective, with_sequence
 
 from wooly.devices import Devices, shown
 from wooly.distributed.carrier import Work
+from wooly.distributed.rounds import rounds
 from wooly.distributed.together import Together
 from wooly.dtypes import DTYPES
 from wooly.errors import WoolyError
@@ -27,6 +29,8 @@ from wooly.storage import DEVICE_MASK, ID_SHIFT, OFFSET_MASK, address_of
 from wooly.torch_private import raw_device
 
 _described = functools.lru_cache(maxsize=1024)(describe_origin)
+#: Number of frames that a carrier remembers, and the maximum size of one, in bytes.
+_MOST_REPEATED, _REPEATED_BYTES = 256, 1024
 
 
 class FrameCarrier:
@@ -40,7 +44,10 @@ class FrameCarrier:
         size: number of ranks.
         timeout_s: maximum seconds to wait for other ranks.
         together: lets the sessions of all ranks of the program go on elsewhere together; None: they do not.
-        whole: the group has all ranks of the program.
+        turns_from: of the group of all ranks at whose collectives the ranks take cuts together: what is added to the numbers of
+            its collectives, so that they are larger than those of former groups. None: it is another group.
+        most: bytes of host memory that a collective may need, because several executors work on it. Larger ones are done in
+            rounds. None: any.
     """
 
     def __init__(
@@ -53,16 +60,22 @@ class FrameCarrier:
         timeout_s: float,
         together: Together | None = None,
         *,
-        whole: bool = False,
+        turns_from: int | None = None,
+        most: int | None = None,
     ) -> None:
-        self._together, self._whole = together, whole
+        self._most = most
+        self._together, self._turns_from = together, turns_from
         self._devices, self._link, self._name = devices, link, name
         self._rank, self._size, self.timeout_s = rank, size, timeout_s
         self._sequence = 0
+        #: Frames that a script may ask for again with another number, by what they say, with the collective's name. The origin
+        #: keeps its code alive, so that the code's id is not reused.
+        self._repeated: dict[tuple[Any, ...], tuple[bytes, str, Origin]] = {}
 
     def carry(self, work: Work) -> None:
         """Send this rank's part."""
-        self._carry(work)
+        for part in (work,) if self._most is None else rounds(work, self._most):
+            self._carry(part)
 
     def form(self) -> None:
         """Let the executors know all ranks, so that they notice if one ends: send the first BARRIER.
@@ -73,21 +86,21 @@ class FrameCarrier:
 
     def _carry(self, work: Work, *, forming: bool = False) -> None:
         tensors = [*work.reads, *work.writes]
-        recorders = list({raw_device(t).index: self._recorder_of(t) for t in tensors}.values()) or self._recorders()
+        found = {raw_device(t).index: t for t in tensors}
+        recorders = [self._recorder_of(t) for t in found.values()] or self._recorders()
         where = origin()
-        peers = list(work.peers) or [0] * len(tensors)
+        peers = work.peers or [0] * len(tensors)
         ranges = [_range(t, peer) for t, peer in zip(tensors, peers, strict=True)]
         single = work.what in (What.EXCHANGE, What.LEAVE)
-        together = self._together
-        cuts = together is not None and self._whole and not single and not forming
+        together, base = self._together, None if single or forming else self._turns_from
         while True:
             number = self._sequence + 1
-            if cuts and together is not None and self._recovery is not None:
-                together.turn(number, self._recovery)  # may wait for the first rank, so without the lock
+            if base is not None and together is not None and self._recovery is not None:
+                together.turn(base + number, self._recovery)  # may wait for the first rank, so without the lock
             with recorders[0].lock:
                 if single or number == self._sequence + 1:
                     self._send(work, recorders, ranges, where, number, single=single, forming=forming)
-                    if cuts and together is not None and (cut := together.cut_behind(number)):
+                    if base is not None and together is not None and (cut := together.cut_behind(base + number)):
                         self._link.continuation.take_common_cut(cut)
                     return
 
@@ -113,26 +126,42 @@ class FrameCarrier:
         if forming and together is not None and together.epoch:
             self._sequence += 1
             return
-        call = Collective(
-            group=self._name,
-            sequence=0 if single else number,
-            rank=self._rank,
-            size=self._size,
-            timeout_ms=max(int(1e3 * (work.timeout_s or self.timeout_s)), 1),
-            what=work.what,
-            reads=tuple(ranges[: len(work.reads)]),
-            writes=tuple(ranges[len(work.reads) :]),
-            reduction=work.reduction,
-            root=work.root,
-            factor=work.factor,
-            origin=_short(where),
-            dtype=DTYPES[tensors[0].dtype] if tensors else DType.U8,
-            recovers=together is not None and self._recovery is not None and not together.over,
-        )
-        for w in call.writes:
+        writes = ranges[len(work.reads) :]
+        dtype = tensors[0].dtype if tensors else torch.uint8
+        recovers = together is not None and self._recovery is not None and not together.over
+        timeout_s = work.timeout_s or self.timeout_s
+        code, at = where
+        how = work.what, dtype, work.reduction, work.root, work.factor, timeout_s, recovers
+        key = id(code), at, how, len(writes), *ranges
+        known = self._repeated.get(key)
+        if known is None:
+            call = Collective(
+                group=self._name,
+                sequence=0 if single else number,
+                rank=self._rank,
+                size=self._size,
+                timeout_ms=max(int(1e3 * timeout_s), 1),
+                what=work.what,
+                reads=tuple(ranges[: len(work.reads)]),
+                writes=tuple(writes),
+                reduction=work.reduction,
+                root=work.root,
+                factor=work.factor,
+                origin=_short(where),
+                dtype=DTYPES[dtype],
+                recovers=recovers,
+            )
+            known = pack_collective(call), f"torch.distributed {call.name}", where
+            if len(self._repeated) == _MOST_REPEATED:
+                self._repeated.clear()
+            if len(known[0]) <= _REPEATED_BYTES and work.factor:  # 0.0 equals -0.0
+                self._repeated[key] = known
+        payload, name, _ = known
+        for w in writes:
             self._link.forget(w.buffer)
-        name = f"torch.distributed {call.name}"
-        self._link.collective(pack_collective(call), name, where, once=forming)
+        if work.awaited:
+            self._link.hold()
+        self._link.collective(payload if single else with_sequence(payload, number), name, where, once=forming)
         recorders[0].operations += 1
         self._sequence += not single
 
@@ -144,6 +173,8 @@ class FrameCarrier:
 
     def leave(self) -> None:
         """Leave the group, if the session is still open. Wait until its collectives are done, as NCCL does."""
+        if self._turns_from is not None and self._together is not None:
+            self._together.follow()
         with contextlib.suppress(WoolyError):
             self.carry(Work(What.LEAVE))
             with self._recorders()[0].lock:

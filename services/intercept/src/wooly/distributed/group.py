@@ -262,8 +262,9 @@ class DeviceGroup(PythonProcessGroup):  # type: ignore[misc] # the class is PyTo
 
     def barrier(self, opts: Any = None) -> Any:
         """Wait for all ranks. As with NCCL, the script waits, too."""
-        self._carry(What.BARRIER, [], [], opts)
-        if not getattr(opts, "asyncOp", False):
+        awaited = not getattr(opts, "asyncOp", False)
+        self._carry(What.BARRIER, [], [], opts, awaited=awaited)
+        if awaited:
             self._carrier.wait()
         return completed_work([])
 
@@ -403,8 +404,11 @@ def _flat(t: Tensor) -> Tensor:
     if t.layout is not torch.strided or raw_device(t).type != NAME:
         raise RuntimeError("Tensors must be CUDA and dense")
     t = plain(t.detach())
-    if not t.is_contiguous(memory_format=suggested_format(t)):
-        raise ValueError("Tensors must be contiguous")
+    if not t.is_contiguous():
+        if not t.is_contiguous(memory_format=suggested_format(t)):
+            raise ValueError("Tensors must be contiguous")
+    elif t.dim() == 1:
+        return t
     return t.as_strided((t.numel(),), (1,))
 
 

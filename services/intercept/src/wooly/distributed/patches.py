@@ -6,7 +6,7 @@ import json
 import secrets
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.cuda.nccl
@@ -46,6 +46,8 @@ def patches(devices: Devices, mode: Callable[[], str], session: Callable[[], Any
     def connect(store: Any, rank: int, size: int, options: Any, has_host: bool) -> tuple[Carrier, Any]:
         nonlocal told
         timeout = options._timeout
+        # A program that makes its groups again may meet in the same store, where the keys of its former groups still are.
+        store = PrefixStore(f"wooly/{store.add(f'wooly/made/{rank}', 1)}", store)
         host = make_gloo(PrefixStore("cpu", store), rank, size, timeout) if has_host else None
         if mode() == "clients":
             carrier: Carrier = ClientCarrier(PrefixStore("clients", store), rank, size, timeout)
@@ -105,27 +107,33 @@ class Meeting:
         opened = self._session()
         index = 0 if opened is None or len(opened.parts) == 1 else devices.current
         if not rank:
-            store.set("wooly/group", secrets.token_hex(GROUP_BYTES))
+            store.set("group", secrets.token_hex(GROUP_BYTES))
         whole = _is_whole(rank, size)
         known = self._together if self._together is not None and self._together.link is link else None
         why = _why_alone(link, opened, whole=whole, known=known)
         own = rank if known is None else known.rank
-        store.set(f"wooly/{rank}/recovers", json.dumps([own, why]))
-        said = [json.loads(store.get(f"wooly/{k}/recovers")) for k in range(size)]
-        name = bytes.fromhex(store.get("wooly/group").decode())
-        why = next((f"rank {number}: {reason}" for number, reason in said if reason), "")
+        behind = None if not whole else 0 if known is None else known.behind
+        store.set(f"{rank}/recovers", json.dumps([own, why, behind]))
+        said = [json.loads(store.get(f"{k}/recovers")) for k in range(size)]
+        name = bytes.fromhex(store.get("group").decode())
+        why = next((f"rank {number}: {reason}" for number, reason, _ in said if reason), "")
         if not why and link.recovery is not None:
             together = self._together = known or _enter(store, rank, size, link, recorder.lock, opened, index)
+            turns = [turn for _, _, turn in said]
+            first = None if None in turns else max(turns)
             with recorder.lock:
                 link.recovery.together = together
-                executors = together.form(name, [number for number, _ in said])
-            carrier = FrameCarrier(devices, link, name, rank, size, timeout_s, together, whole=known is None)
+                found = together.form(name, [number for number, _, _ in said])
+                if first is not None:
+                    together.lead(first)
+            most = _bytes_of_round(found)
+            carrier = FrameCarrier(devices, link, name, rank, size, timeout_s, together, turns_from=first, most=most)
             carrier.form()
-            return carrier, executors
+            return carrier, len({place["instance"] for place in found})
         with recorder.lock:
             link.stay(_STAYS.format(why))  # before the others know where it is
-        store.set(f"wooly/{rank}", json.dumps(place(opened, index, link)))
-        found = [json.loads(store.get(f"wooly/{k}")) for k in range(size)]
+        store.set(f"{rank}", json.dumps(place(opened, index, link)))
+        found = [json.loads(store.get(f"{k}")) for k in range(size)]
         places = {place["instance"]: place["where"] for place in found}
         if "" in places:
             raise DistBackendError(f"the executor {places['']} has no collectives; update it")
@@ -138,15 +146,22 @@ class Meeting:
         with recorder.lock:
             for payload in payloads:
                 link.introduce(payload, origin())
-        carrier = FrameCarrier(devices, link, name, rank, size, timeout_s)
+        carrier = FrameCarrier(devices, link, name, rank, size, timeout_s, most=_bytes_of_round(found))
         carrier.form()
         return carrier, len(places)
+
+
+def _bytes_of_round(places: Sequence[dict[str, Any]]) -> int | None:
+    """Bytes of host memory that a collective of ranks at these places may need; None: one executor, which needs none."""
+    if len({place["instance"] for place in places}) == 1:
+        return None
+    return min([int(place["bytes"]) for place in places])
 
 
 def _enter(store: Any, rank: int, size: int, link: Link, lock: Lock, opened: Any, index: int) -> Together:
     """Let the sessions of all ranks go on elsewhere together from now on."""
     together = Together(
-        PrefixStore("wooly/together", store).clone(),
+        PrefixStore("together", store).clone(),
         rank,
         size,
         link,

@@ -19,6 +19,8 @@ from wooly.link import Link
 
 #: Minimum bytes of a share of a collective that is divided among executors.
 LEAST_SHARE = 1 << 20
+#: Bytes of host memory that an executor gives to a collective that others carry, if it does not say so: its default.
+GROUP_BYTES = 512 << 20
 
 
 def place(opened: Any, index: int, link: Link) -> dict[str, Any]:
@@ -34,6 +36,7 @@ def place(opened: Any, index: int, link: Link) -> dict[str, Any]:
     """
     found: dict[str, Any] = {"instance": link.device.get("instance", ""), "where": link.where}
     found["shares"] = bool(link.device.get("group_shares"))
+    found["bytes"] = int(link.device.get("group_bytes", GROUP_BYTES))
     if opened is None:
         return found
     part = opened.parts[index]

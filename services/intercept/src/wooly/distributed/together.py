@@ -62,6 +62,8 @@ class Together:
         link: see Args.
         epoch: the epoch in which this rank's frames are.
         over: why the ranks cannot go back together any more; empty: they can.
+        behind: the largest number of a collective at which this rank could take a cut; None: further ones may come, in a group of
+            all ranks that it has not left.
     """
 
     def __init__(
@@ -80,6 +82,8 @@ class Together:
         self._clock = clock
         self.epoch = 0
         self.over = ""
+        self.behind: int | None = 0
+        self._last_number = 0
         #: By group, also for those that this rank has left: its ranks, by their numbers in the program.
         self._groups: dict[bytes, Sequence[int]] = {}
         self._places: list[dict[str, Any]] = []
@@ -110,7 +114,7 @@ class Together:
         self._meet(lambda: self.link.lost is not None)
         start_thread(self._watch, "wooly-ranks")
 
-    def form(self, name: bytes, members: Sequence[int]) -> int:
+    def form(self, name: bytes, members: Sequence[int]) -> list[dict[str, Any]]:
         """Make a group.
 
         Args:
@@ -118,14 +122,26 @@ class Together:
             members: its ranks, by their numbers in the program.
 
         Returns:
-            The number of executors of the program.
+            The places of the ranks, by rank of the group.
 
         The recorder's lock is held.
         """
         self._groups[name] = members
         for payload in self._introductions({name}):
             self.link.send(Kind.GROUP, payload)
-        return len({place["instance"] for place in self._places})
+        return [self._places[rank] for rank in members]
+
+    def lead(self, first: int) -> None:
+        """From now on, the ranks take cuts at the collectives of a new group of all ranks.
+
+        Args:
+            first: what is added to their numbers: the largest `behind` of all ranks.
+        """
+        self.behind, self._next_turn = None, first + 2  # the group's first collective forms it
+
+    def follow(self) -> None:
+        """The ranks leave the group at whose collectives they take cuts."""
+        self.behind = self._last_number
 
     def wire(self, name: bytes) -> bytes:
         """The name under which the ranks of a group meet in this epoch."""
@@ -149,6 +165,7 @@ class Together:
         Returns:
             False if it is not known and the recovery of the ranks has ended, or the session.
         """
+        self._last_number = number
         if number < self._next_turn or self.over:
             return not self.over
         try:
