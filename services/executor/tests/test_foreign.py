@@ -1,5 +1,6 @@
 """Foreign kernels over the real channel: sources and their owners, bounds, time limits, other sessions in the meantime."""
 
+import itertools
 import math
 import struct
 import threading
@@ -238,24 +239,24 @@ def test_foreign_launch_of_unknown_work_runs_on_all_cores():
 
 
 def test_foreign_launch_that_looks_longer_on_all_cores_is_tried_in_the_device_thread():
-    places = []
+    places, ticks = [], itertools.count(step=10).__next__
 
     def launcher(place, taken, core_ns):
         return lambda *_: (places.append(place), (taken, core_ns))[1]
 
-    launch = _ByWork(launcher("all", 10, 3 * ALONE_NS), launcher("here", 0, ALONE_NS // 2), lambda _: None)
+    launch = _ByWork(launcher("all", 10, 3 * ALONE_NS), launcher("here", 0, ALONE_NS // 2), lambda _: None, ticks)
     for _ in range(4):
         launch.run([], (2, 1, 1))
     assert places == ["all", "here", "here", "here"]
 
     places.clear()
-    launch = _ByWork(launcher("all", 10, 3 * ALONE_NS), launcher("here", 0, 2 * ALONE_NS), lambda _: None)
+    launch = _ByWork(launcher("all", 10, 3 * ALONE_NS), launcher("here", 0, 2 * ALONE_NS), lambda _: None, ticks)
     for _ in range(2 * TRIED_EVERY):
         launch.run([], (2, 1, 1))
     assert [i for i, place in enumerate(places) if place == "here"] == [1, TRIED_EVERY + 2]
 
     places.clear()
-    launch = _ByWork(launcher("all", 10, 9 * ALONE_NS), launcher("here", 0, 2 * ALONE_NS), lambda _: None)
+    launch = _ByWork(launcher("all", 10, 9 * ALONE_NS), launcher("here", 0, 2 * ALONE_NS), lambda _: None, ticks)
     for _ in range(2 * TRIED_EVERY):
         launch.run([], (2, 1, 1))
     assert "here" not in places

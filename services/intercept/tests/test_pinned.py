@@ -131,9 +131,11 @@ def test_copy_to_pinned_memory_keeps_program_open_after_replay(cuda):
     host, fetched = torch.zeros(4, pin_memory=True), torch.cuda.Event()
     x = torch.arange(4.0, device=cuda)
     double = torch.compile(lambda t: t * 2)
-    double(x), double(x)
-    torch.cuda.synchronize()
-    with recorder.lock:  # the timer must not close the program
+    with (
+        recorder.lock
+    ):  # the timer must not close the program, nor an earlier one, which would teach where such programs end
+        double(x), double(x)
+        torch.cuda.synchronize()
         double(x)
         programs, syncs = recorder.programs, link.syncs
         x += 1
