@@ -19,8 +19,8 @@ NAMED = {
     "embeddings as prompts": ["--enable-prompt-embeds"],
     "draft model": ["speculative decoding by other methods than ngram"],
     "transfer": ["--kv-transfer-config"],
-    "tensor parallel": None,
-    "pipeline parallel": None,
+    "tensor parallel": ["2 ranks on 1 device", "wooly run --gpus 2"],
+    "pipeline parallel": ["2 ranks on 1 device"],
     "data parallel": ["data or context parallelism"],
     "nothing": None,
 }

@@ -72,9 +72,12 @@ def test_two_servers_of_one_model_share_their_weights(server, start_server, stac
 
 
 def test_unsupported_option_is_named_at_start(start_server):
-    refused = start_server("--tensor-parallel-size", "2")
+    refused = start_server("--tensor-parallel-size", "2", "--kv-cache-dtype", "fp8_e5m2")
     assert refused.process.wait(600) != 0
-    assert "vLLM on Wooly does not support: more than one device per server" in refused.log.read_text()
+    (said,) = {
+        line.partition("vLLM on Wooly does not support: ")[2] for line in refused.log.read_text().splitlines()
+    } - {""}
+    assert "--kv-cache-dtype" in said and "2 ranks on 1 device: run the server with `wooly run --gpus 2 …`" in said
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])

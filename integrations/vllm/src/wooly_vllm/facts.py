@@ -38,6 +38,13 @@ def _of(device_id: int) -> dict[str, Any]:
     return api.device_facts(device_id) if api.has_session() else _asked()
 
 
+def devices() -> int:
+    """Number of devices that the program asks for (`wooly run --gpus`)."""
+    from wooly.settings import load
+
+    return load().gpu_count
+
+
 def capability(device_id: int) -> tuple[int, int]:
     """Compute capability of a device (major, minor). vLLM chooses dtypes by it, so a CPU has the first one with all of them."""
     return capability_of(_of(device_id).get("arch", "")) if is_gpu(device_id) else (8, 9)

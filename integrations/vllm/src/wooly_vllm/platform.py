@@ -163,6 +163,11 @@ class WoolyPlatform(Platform):  # type: ignore[misc] # vLLM has no stubs
         refused = support.unsupported(vllm_config)
         if support.needs_fp8(vllm_config) and not cls.supports_fp8():
             refused.append(f"8-bit floats (FP8) on {cls.get_device_name()}, which does not multiply them")
+        needed, own = vllm_config.parallel_config.world_size, facts.devices()
+        if needed > own:
+            refused.append(
+                f"{needed} ranks on {own} device{'s'[: own != 1]}: run the server with `wooly run --gpus {needed} …`"
+            )
         if refused:
             raise ValueError(
                 "vLLM on Wooly does not support: " + "; ".join(refused) + ". docs/guides/serving.md lists what works"
