@@ -234,7 +234,9 @@ def unpack_collective(payload: bytes | memoryview) -> Collective:
 
 
 class CollectiveReader:
-    """Unpacks COLLECTIVE frames, and remembers the small ones: a script repeats what it asks for, with other sequence numbers."""
+    """Unpacks COLLECTIVE frames. A script sends the same frames many times, with other sequence numbers: small ones are unpacked
+    once, and remembered.
+    """
 
     def __init__(self) -> None:
         self._known: dict[bytes, Collective] = {}
