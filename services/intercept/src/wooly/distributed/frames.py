@@ -69,7 +69,7 @@ class FrameCarrier:
         self._rank, self._size, self.timeout_s = rank, size, timeout_s
         self._sequence = 0
         #: Frames that were sent, by all that they contain but their number, each with the collective's name and origin. A script
-        #: sends most of them again. The origin keeps the script's code alive: its id is a part of the key, and must not be reused.
+        #: sends most of them again. The origin keeps the script's code alive: its id is in the key, and must not be reused.
         self._repeated: dict[tuple[Any, ...], tuple[bytes, str, Origin]] = {}
 
     def carry(self, work: Work) -> None:

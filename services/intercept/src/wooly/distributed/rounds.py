@@ -1,7 +1,7 @@
 """Splits collectives that need more host memory than an executor gives one of them for its work with other executors.
 
 All ranks must split a collective alike. So each looks only at what is the same for all of them: the kind of collective, and the
-sizes. Each round is a collective of its own, and the bits are those of the whole one: every element is reduced in the order of the
+sizes. Each round is a collective of its own, with the bits of the whole one: every element is reduced in the order of the
 ranks.
 
 Ranks cannot tell the sizes of each other's parts in `all_to_all`, `gather`, `scatter`, and sends, so these are not split.
