@@ -199,8 +199,13 @@ class NoWait(FakeDriver):
     ],
 )
 def test_order_of_memory_that_is_swapped_in(make_device, wis, tmp_path, monkeypatch, kind, says):
-    """Two sessions swap each other out, and free memory while their programs may still use it."""
+    """Two sessions swap each other out, and free memory while their programs may still use it.
+
+    The mover's thread is slow to go on after each job, and keeps no memory meanwhile that a session frees.
+    """
+    step = Mover._step
     monkeypatch.setattr(Flights, "known", known_times)
+    monkeypatch.setattr(Mover, "_step", lambda mover, entry: (step(mover, entry), time.sleep(0.05)))
     driver = kind()
     swap = SwapSettings(Policy(0, 1 << 20, 0), 64 << 20, 0, tmp_path, 30_000_000_000)
     device = make_device(runtime=gpu_runtime(driver), memory=10 << 20, swap=swap)

@@ -119,11 +119,13 @@ class Contents:
         copy = self._swap_space.take(Place.HOST, len(source), None)
 
         def left(job: Job, error: Exception | None) -> None:
-            self._call(lambda: self._orphan_left(each.store, copy, error))
+            self._call(lambda: self._orphan_left(each.store, copy, job, error))
 
         self._mover.submit(SaveJob(LEAST_URGENT, left, pieces=[Saving(("store", each.store), source, copy)]))
 
-    def _orphan_left(self, store: int, copy: Copy, error: Exception | None) -> None:
+    def _orphan_left(self, store: int, copy: Copy, job: Job, error: Exception | None) -> None:
+        assert isinstance(job, SaveJob)
+        job.pieces = []
         known = store in self.here
         if error is not None or not known or store in self.copies:
             self._swap_space.drop(copy)
@@ -202,6 +204,7 @@ class Contents:
 
     def _sealed(self, session: Session, buffer: int, job: Job, name: bytes) -> None:
         assert isinstance(job, HashJob)
+        job.source = None
         if session.holdings.sealing.get(buffer) is not job:
             return  # the buffer was written or freed meanwhile
         del session.holdings.sealing[buffer]

@@ -10,7 +10,7 @@ import heapq
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -38,7 +38,8 @@ class Job:
 
     Attributes:
         priority: class of the job; 0 goes first.
-        done: called in the mover's thread with the job, and with the error or None.
+        done: called in the mover's thread with the job, and with the error or None. The mover's thread may keep the job for a
+            while afterwards, so whoever takes over its memory removes it from the job.
         cancelled: any thread may set it; the job ends after the current chunk.
         moved: bytes moved so far.
         begun_ns: time of the request, in ns since 1970.
@@ -50,7 +51,7 @@ class Job:
     moved: int = 0
     begun_ns: int = field(default_factory=time.time_ns)
 
-    def steps(self) -> Iterator[int]:
+    def steps(self) -> Generator[int]:
         """Do the job, and yield the bytes of each chunk."""
         raise NotImplementedError
 
@@ -84,7 +85,7 @@ class SaveJob(Job):
 
     pieces: list[Saving] = field(default_factory=list)
 
-    def steps(self) -> Iterator[int]:
+    def steps(self) -> Generator[int]:
         small = 0
         for piece in self.pieces:
             size = piece.copy.nbytes
@@ -105,7 +106,7 @@ class LoadJob(Job):
     pieces: list[Loading] = field(default_factory=list)
     pages: Pages = field(default_factory=lambda: Pages(0))
 
-    def steps(self) -> Iterator[int]:
+    def steps(self) -> Generator[int]:
         small = 0
         for piece in self.pieces:
             size = piece.copy.nbytes
@@ -135,7 +136,7 @@ class HashJob(Job):
     head: bytes = b""
     content: bytes = b""
 
-    def steps(self) -> Iterator[int]:
+    def steps(self) -> Generator[int]:
         source = self.source
         if source is None:
             return
@@ -156,7 +157,7 @@ class _Begun(NamedTuple):
     priority: int
     number: int
     job: Job
-    steps: Iterator[int]
+    steps: Generator[int]
 
 
 class Mover:
@@ -252,4 +253,5 @@ class Mover:
                 with self._changed:
                     heapq.heappush(self._jobs, entry)
                 return
+        entry.steps.close()  # the steps of a cancelled job still refer to its memory
         job.done(job, error)

@@ -291,6 +291,7 @@ class Cuts:
         self, session: Session, cuts: SessionCuts, restoring: Restoring, job: Job, error: Exception | None
     ) -> None:
         assert isinstance(job, FillJob)
+        made, job.made = job.made, {}
         session.holdings.job = None
         if session.holdings.closed:
             self._vram.release(session)
@@ -301,7 +302,7 @@ class Cuts:
         else:
             restoring.done = True
             for buffer, saved in job.table.items():
-                session.buffers[buffer] = Buffer(saved.nbytes, job.made.get(buffer), None, saved.poison)
+                session.buffers[buffer] = Buffer(saved.nbytes, made.get(buffer), None, saved.poison)
             session.held_bytes = sum([saved.nbytes for saved in job.table.values()])
             # The files of an earlier key have no part in the next cut.
             cuts.table, cuts.changed = job.table, set() if restoring.holder is cuts.files else set(job.table)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -31,7 +31,7 @@ class CopyJob(Job):
     buffers: list[Copied] = field(default_factory=list)
     pages: Pages = field(default_factory=lambda: Pages(0))
 
-    def steps(self) -> Iterator[int]:
+    def steps(self) -> Generator[int]:
         small = 0
         for each in self.buffers:
             source, size = each.source, 0 if each.source is None else len(each.source)
@@ -66,7 +66,7 @@ class StoreJob(Job):
     written: int = 0
     core_ns: int = 0
 
-    def steps(self) -> Iterator[int]:
+    def steps(self) -> Generator[int]:
         assert self.files is not None
         chunks: list[memoryview] = []
         for each in self.buffers:
@@ -97,7 +97,7 @@ class ReadJob(Job):
     table: Table = field(default_factory=dict)
     holder: SessionFiles | None = None
 
-    def steps(self) -> Iterator[int]:
+    def steps(self) -> Generator[int]:
         assert self.files is not None
         self.holder = self.files.holder(self.number)
         self.table = self.holder.read(self.number)
@@ -113,7 +113,7 @@ class FillJob(Job):
     device: TorchDevice | None = None
     made: dict[int, Tensor] = field(default_factory=dict)
 
-    def steps(self) -> Iterator[int]:
+    def steps(self) -> Generator[int]:
         device, files = self.device, self.files
         assert device is not None and files is not None
         coming: list[tuple[int, Tensor]] = []
@@ -150,6 +150,6 @@ class FilesJob(Job):
 
     work: Callable[[], object] = lambda: None
 
-    def steps(self) -> Iterator[int]:
+    def steps(self) -> Generator[int]:
         self.work()
         yield 0

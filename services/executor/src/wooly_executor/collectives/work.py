@@ -7,7 +7,7 @@ result depends on nothing but the ranks' values. float16 and bfloat16 are rounde
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -177,7 +177,7 @@ class WorkJob(Job):
     took_ns: int = 0
     core_ns: int = 0
 
-    def steps(self) -> Iterator[int]:
+    def steps(self) -> Generator[int]:
         assert self.call is not None
         begun, core = time.perf_counter_ns(), time.thread_time_ns()
         for nbytes in steps(self.parts, self.call, self.piece):

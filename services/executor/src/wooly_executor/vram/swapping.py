@@ -103,13 +103,14 @@ class Swapping:
 
     def _saved(self, session: Session, job: Job, error: Exception | None) -> None:
         assert isinstance(job, SaveJob)
+        pieces, job.pieces = job.pieces, []
         if session.holdings.job is job:
             session.holdings.job = None
         if session.flow.residence in (Residence.LEAVING, Residence.PREEMPTED):
             self._residents.leaving -= session.holdings.leaving_bytes
             session.holdings.leaving_bytes = 0
         if session.holdings.closed or job.cancelled or error is not None:
-            for piece in job.pieces:
+            for piece in pieces:
                 self._swap_space.drop(piece.copy)
             if session.holdings.closed:
                 self.release(session)
@@ -118,7 +119,7 @@ class Swapping:
                 self._failed_to_leave(session, error)
             self._residents.due = True
             return
-        self._keep_copies(session, job)
+        self._keep_copies(session, pieces)
         note(session.flow, Signal.LEFT)
         self.swapped_out += 1
         session.holdings.swaps += 1
@@ -128,14 +129,14 @@ class Swapping:
         self._dispatch.swapped_out(session)
         self._residents.due = True
 
-    def _keep_copies(self, session: Session, job: SaveJob) -> None:
+    def _keep_copies(self, session: Session, pieces: list[Saving]) -> None:
         """Make the copies the session's memory, and free its memory on the device."""
         account = session.holdings.account
-        saved = {piece.key: piece for piece in job.pieces}
+        saved = {piece.key for piece in pieces}
         more = [
             s for s in self._ledger.sole_stores(account) if ("store", s) not in saved and s not in self._contents.copies
         ]
-        for piece in job.pieces:
+        for piece in pieces:
             kind, key = piece.key
             if kind == "own":
                 if key in account.own:
@@ -200,11 +201,12 @@ class Swapping:
 
     def _loaded(self, session: Session, job: Job, error: Exception | None, then: Callable[[Session], None]) -> None:
         assert isinstance(job, LoadJob)
+        pieces, job.pieces = job.pieces, []
         session.holdings.job = None
         if session.holdings.closed:
             self.release(session)
             return
-        self._install_loaded(session, job, error)
+        self._install_loaded(session, pieces, error)
         note(session.flow, Signal.ARRIVED)
         flow = session.flow
         session.holdings.idle_since = None if flow.inbox.frames or flow.aside is not None else self._residents.clock()
@@ -214,10 +216,10 @@ class Swapping:
         log.info("session %s is back: %d bytes", session.id, job.moved)
         then(session)
 
-    def _install_loaded(self, session: Session, job: LoadJob, error: Exception | None) -> None:
+    def _install_loaded(self, session: Session, pieces: list[Loading], error: Exception | None) -> None:
         """Make the copied bytes the session's memory. Bytes that were lost poison their buffers."""
         lost: dict[int, str] = {}
-        for piece in job.pieces:
+        for piece in pieces:
             kind, key = piece.key
             if kind == "own":
                 known = session.buffers[key]
