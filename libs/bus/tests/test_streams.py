@@ -164,6 +164,45 @@ async def test_log_is_as_large_as_the_free_storage_allows(small_server):
         assert grown.config.max_bytes == 256 << 20 and grown.state.messages == 2
 
 
+async def test_first_log_does_not_take_the_storage_that_other_streams_need(small_server):
+    first, second = [
+        Event(f"{name}.>", bytes, stream=Log(f"WOOLY_{name}", max_age_s=60.0, max_bytes=1 << 30)) for name in ("A", "B")
+    ]
+    queue = Event("queue.>", bytes, stream=WorkQueue("WOOLY_QUEUE", max_bytes=64 << 20))
+    app = ServiceApp("test", small_server)
+    async with app.running():
+        js = app.jetstream()
+
+        async def sizes():
+            return {s.config.name: (s.config.max_bytes or 0) >> 20 for s in await js.streams_info()}
+
+        await ensure_stream(js, first)
+        assert await sizes() == {"WOOLY_A": 256}
+        await js.publish("A.x", b"1")
+        for event in (second, queue):
+            await ensure_stream(js, event)
+        await ArtifactStore(js, "C", max_age_s=60, max_bytes=1 << 30).put("c", b"1")
+        assert await sizes() == {"WOOLY_A": 64, "WOOLY_B": 64, "WOOLY_QUEUE": 64, "OBJ_C": 64}
+        await ensure_stream(js, first)
+        assert (await js.stream_info("WOOLY_A")).state.messages == 1
+        assert (await sizes())["WOOLY_A"] == 64
+
+
+async def test_log_keeps_room_for_what_it_stores(small_server):
+    kept = Event("A.>", bytes, stream=Log("WOOLY_A", max_age_s=60.0, max_bytes=1 << 30))
+    app = ServiceApp("test", small_server)
+    async with app.running():
+        js = app.jetstream()
+        await ensure_stream(js, kept)
+        for _ in range(100):
+            await js.publish("A.x", bytes(700_000))
+        queue = Event("queue.>", bytes, stream=WorkQueue("WOOLY_QUEUE", max_bytes=64 << 20))
+        with pytest.raises(StreamError, match="too little free storage"):
+            await ensure_stream(js, queue)
+        found = await js.stream_info("WOOLY_A")
+        assert found.config.max_bytes == 256 << 20 and found.state.messages == 100
+
+
 async def test_storage_that_is_reserved_is_an_error_with_the_cure(small_server):
     app = ServiceApp("test", small_server)
     async with app.running():

@@ -14,7 +14,7 @@ from nats.js.errors import APIError, BucketNotFoundError, NotFoundError, ObjectN
 from nats.js.errors import Error as JetStreamError
 from nats.js.object_store import ObjectStore
 
-from wooly_bus.streams import MIN_BYTES, NO_STORAGE, StreamError, refusal, replicas
+from wooly_bus.streams import MIN_BYTES, StreamError, refusal, replicas, reserve
 
 log = logging.getLogger("wooly.bus")
 #: The bucket in which compilers store artifacts.
@@ -90,18 +90,17 @@ class ArtifactStore:
         Raises:
             StreamError: JetStream refuses even the smallest bucket.
         """
-        config = self._config
-        while True:
-            try:
-                return await self._js.create_object_store(self._bucket, config=config)
-            except APIError as e:
-                half = (config.max_bytes or 0) // 2
-                if e.err_code not in NO_STORAGE or half < MIN_BYTES:
-                    raise refusal(f"bucket {self._bucket}", e) from e
-                log.warning(
-                    "bucket %s: JetStream cannot reserve %s bytes (%s)", self._bucket, config.max_bytes, e.description
-                )
-                config = replace(config, max_bytes=half)
+        wanted = self._config.max_bytes or 0
+        try:
+            return await reserve(
+                self._js,
+                f"OBJ_{self._bucket}",
+                wanted,
+                min(MIN_BYTES, wanted),
+                lambda size: self._js.create_object_store(self._bucket, config=replace(self._config, max_bytes=size)),
+            )
+        except APIError as e:
+            raise refusal(f"bucket {self._bucket}", e) from e
 
     async def _remove_oldest(self, store: ObjectStore) -> None:
         """Remove artifacts until half of the bytes are free, those first that were stored first."""

@@ -19,7 +19,7 @@ from nats.js.errors import KeyWrongLastSequenceError, NotFoundError, ServiceUnav
 from nats.js.kv import KeyValue
 
 from wooly_bus.app import ServiceApp
-from wooly_bus.streams import replicas
+from wooly_bus.streams import replicas, reserve
 
 log = logging.getLogger("wooly.bus")
 BUCKET = "WOOLY_LEASES"
@@ -98,10 +98,11 @@ class Leadership:
             try:
                 self._bucket = await js.key_value(BUCKET)
             except NotFoundError:
-                self._bucket = await js.create_key_value(
-                    KeyValueConfig(
-                        bucket=BUCKET, ttl=self._ttl_s, history=1, max_bytes=BUCKET_BYTES, replicas=replicas()
-                    )
+                config = KeyValueConfig(
+                    bucket=BUCKET, ttl=self._ttl_s, history=1, max_bytes=BUCKET_BYTES, replicas=replicas()
+                )
+                self._bucket = await reserve(
+                    js, f"KV_{BUCKET}", BUCKET_BYTES, BUCKET_BYTES, lambda _: js.create_key_value(config)
                 )
         return self._bucket
 

@@ -6,8 +6,9 @@ The services that publish to a stream create it, as `contracts` defines it. Mess
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import nats.errors
 from nats.js import JetStreamContext
@@ -21,8 +22,11 @@ from wooly_bus.envelope import encode
 from wooly_bus.errors import BusConnectError
 
 log = logging.getLogger("wooly.bus")
+T = TypeVar("T")
 #: Smallest size limit of a log or bucket, in bytes, if JetStream cannot reserve more.
 MIN_BYTES: Final = 32 << 20
+#: Prefix of the names of Wooly's streams. Buckets have other prefixes.
+_PREFIX: Final = "WOOLY_"
 #: JetStream's error codes for too many copies: the peers are missing, the peers are full, there is no cluster.
 _TOO_FEW_SERVERS = (10005, 10023, 10074)
 #: JetStream's error codes for a stream or bucket that reserves more storage than is free: on one server, in a cluster (twice).
@@ -63,7 +67,7 @@ def refusal(name: str, error: Exception) -> StreamError:
 async def ensure_stream(js: JetStreamContext, event: EventContract[Any]) -> None:
     """Create the stream that stores an event, on disk, in `replicas` copies. Update the limits of a stream that exists.
 
-    JetStream reserves the bytes of a stream. If it has less storage, a log becomes smaller; a work queue does not.
+    JetStream reserves the bytes of a stream. If it has less storage, logs become smaller, and a work queue does not.
 
     Raises:
         ValueError: no stream stores the event.
@@ -88,25 +92,67 @@ def _config(stream: Stream, pattern: str) -> StreamConfig:
     )
 
 
+async def reserve(
+    js: JetStreamContext, name: str, wanted: int, at_least: int, make: Callable[[int], Awaitable[T]]
+) -> T:
+    """Create or update a stream or bucket, as large as JetStream's free storage allows.
+
+    JetStream reserves all bytes of a stream. While they do not fit, the largest log or the new stream gets half of its size,
+    whichever is larger. So the first log does not take the storage that the others need. A log keeps room for twice what it
+    stores.
+
+    Args:
+        js: the JetStream context.
+        name: name of the stream or bucket.
+        wanted: its size, in bytes.
+        at_least: its smallest size, in bytes.
+        make: creates or updates it with a size.
+
+    Raises:
+        APIError: JetStream refuses it, even with `at_least` bytes.
+    """
+    while True:
+        try:
+            return await make(wanted)
+        except APIError as e:
+            if e.err_code not in NO_STORAGE:
+                raise
+            if await _halve_largest_log(js, name, wanted):
+                continue
+            if wanted <= at_least:
+                raise
+            log.warning("%s: JetStream cannot reserve %s bytes (%s)", name, wanted, e.description)
+            wanted = max(wanted // 2, at_least)
+
+
+async def _halve_largest_log(js: JetStreamContext, but: str, above: int) -> bool:
+    """Halve the size of the largest of Wooly's other logs that may become smaller. Return False if none has more than `above`."""
+    logs = []
+    for info in await js.streams_info():
+        size = info.config.max_bytes or 0
+        room = max(MIN_BYTES, 2 * info.state.bytes)
+        is_log = info.config.retention == RetentionPolicy.LIMITS and (info.config.name or "").startswith(_PREFIX)
+        if is_log and info.config.name != but and size > above and size // 2 >= room:
+            logs.append((size, info.config))
+    if not logs:
+        return False
+    size, config = max(logs, key=lambda found: found[0])
+    log.warning("stream %s: it gets %s bytes in place of %s, to make room for %s", config.name, size // 2, size, but)
+    await js.update_stream(replace(config, max_bytes=size // 2))
+    return True
+
+
 async def _ensure(js: JetStreamContext, config: StreamConfig) -> None:
-    """Create or update a stream. If JetStream cannot reserve its bytes, a log gets the half, the quarter, and so on."""
-    name = config.name or ""
+    """Create or update a stream."""
+    name, wanted = config.name or "", config.max_bytes or 0
     try:
         try:
             at_least = (await js.stream_info(name)).config.max_bytes or 0
             work = js.update_stream
         except NotFoundError:
-            at_least = MIN_BYTES if config.retention == RetentionPolicy.LIMITS else config.max_bytes or 0
+            at_least = MIN_BYTES if config.retention == RetentionPolicy.LIMITS else wanted
             work = js.add_stream
-        while True:
-            try:
-                await work(config)
-                return
-            except APIError as e:
-                if e.err_code not in NO_STORAGE or (config.max_bytes or 0) <= at_least:
-                    raise
-                log.warning("stream %s: JetStream cannot reserve %s bytes (%s)", name, config.max_bytes, e.description)
-                config = replace(config, max_bytes=max((config.max_bytes or 0) // 2, at_least))
+        await reserve(js, name, wanted, min(at_least, wanted), lambda size: work(replace(config, max_bytes=size)))
     except (nats.errors.Error, JetStreamError, OSError) as e:
         raise refusal(f"stream {name}", e) from e
 

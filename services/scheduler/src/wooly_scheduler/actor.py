@@ -15,7 +15,7 @@ from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import BusError, RefusedError
 from wooly_bus.stream_reader import read_stream
-from wooly_bus.streams import StreamError, ensure_stream, replicas
+from wooly_bus.streams import StreamError, ensure_stream, replicas, reserve
 from wooly_bus.tracing import step
 from wooly_dispatch.events import Policy
 from wooly_wis.messages import (
@@ -161,7 +161,13 @@ class SchedulerActor:
                 config = ObjectStoreConfig(
                     description="the scheduler's own", max_bytes=BUCKET_BYTES, replicas=replicas()
                 )
-                store = await js.create_object_store(BUCKET, config=config)
+                store = await reserve(
+                    js,
+                    f"OBJ_{BUCKET}",
+                    BUCKET_BYTES,
+                    BUCKET_BYTES,
+                    lambda _: js.create_object_store(BUCKET, config=config),
+                )
             await store.put(OBJECT, checkpoint)
         except (nats.errors.Error, JetStreamError, OSError) as e:
             log.warning(
