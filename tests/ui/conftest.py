@@ -253,13 +253,15 @@ def guarded(tmp_path_factory):
 
 
 VIEWPORT = {"width": 1280, "height": 900}
+#: Maximum time for which a test waits for the page, in ms. On a loaded machine, opening a page alone may take 15 s.
+PATIENCE_MS = 60_000
 
 
 @pytest.fixture(scope="module")
 def shared_page(browser):
     """One page for the first visit of most tests: a new browser context takes more than a second of CPU time."""
     context = browser.new_context(viewport=VIEWPORT)
-    context.set_default_timeout(15_000)
+    context.set_default_timeout(PATIENCE_MS)
     yield context.new_page()
     context.close()
 
@@ -291,7 +293,7 @@ def visit(browser, cluster, shared_page):
                 return page
             context = browser.new_context(viewport=VIEWPORT, **options)
             stack.callback(context.close)
-            context.set_default_timeout(15_000)
+            context.set_default_timeout(PATIENCE_MS)
             return context.new_page()
 
         def make(where="", *, url=None, expected=(), **options):
