@@ -1,9 +1,14 @@
 """Operators that vLLM compiled for CUDA, made of PyTorch's operators, against plain loops. These tests need no vLLM."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from wooly_testkit import forks
+from wooly_testkit.executor import executor_process
 from wooly_vllm import operators
 
 operators.install()
@@ -187,3 +192,35 @@ def test_installing_again_changes_nothing():
     before = len(operators._LIBRARIES)
     operators.install()
     assert len(operators._LIBRARIES) == before > 0
+
+
+def _on_device(libraries, *options):
+    """The results of `operator_cases.py` on an executor that offers these libraries."""
+
+    def start(module, *arguments, **more):
+        return forks.Forked(module, *arguments, *options, **more)
+
+    folder = Path(__file__).parent
+    env = {"PYTHONPATH": str(folder), "WOOLY_EXECUTOR_LIBRARIES": libraries}
+    with executor_process(environment=env, start=start) as running:
+        asked = running.endpoints[0], running.session_id, running.token
+        done = forks.run("operator_cases", *asked, like="wooly", cwd=folder, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+GELU = [[0.0, pytest.approx(6 * 0.8413447)]]
+SILU = [[0.0, pytest.approx(6 * 0.7310586)]]
+
+
+@pytest.mark.parametrize(
+    ("libraries", "options", "gelu", "product"),
+    [
+        ("", (), GELU, 4),
+        ("compiled_operators", ("--opaque-kernels",), [[7, 7]], 8),
+        ("compiled_operators", (), GELU, 4),  # the tenant may not run them
+    ],
+)
+def test_operator_runs_in_library_of_executor_if_there_is_one(libraries, options, gelu, product):
+    found = _on_device(libraries, *options)
+    assert found == [gelu, [[product] * 8] * 2, SILU]

@@ -2,6 +2,8 @@
 
 vLLM's kernels in Triton for mixtures of experts and quantised weights stand between calls of such operators. No shape here
 depends on values of the device, so that a step can be a CUDA graph.
+
+If the executor offers an operator with the same schema, because it has vLLM's own library, that one runs (ADR 57).
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+#: PyTorch's keys under which the functions are registered. A function for all devices would go before what an executor offers.
+_KEYS = ("CPU", "CUDA", "Meta")
 #: A function for each schema of an operator.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {}
 #: Libraries of the operators. PyTorch forgets operators whose library has no reference.
@@ -38,7 +42,8 @@ def install() -> None:
             continue
         library = torch.library.Library(namespace, "FRAGMENT")
         library.define(rest)
-        library.impl(name, function, "CompositeExplicitAutograd")
+        for key in _KEYS:
+            library.impl(name, function, key)
         _LIBRARIES.append(library)
 
 
@@ -258,7 +263,7 @@ def _static_scaled_int8_quant(result: Tensor, input: Tensor, scale: Tensor, azp:
     result.copy_((values if azp is None else values + azp).clamp(-128, 127))
 
 
-@_operator("_C::dynamic_scaled_int8_quant(Tensor! result, Tensor input, Tensor! scale, Tensor(a!)? azp) -> ()")
+@_operator("_C::dynamic_scaled_int8_quant(Tensor! result, Tensor input, Tensor! scale, Tensor!? azp) -> ()")
 def _dynamic_scaled_int8_quant(result: Tensor, input: Tensor, scale: Tensor, azp: Tensor | None) -> None:
     rows = input.float().view(-1, input.shape[-1])
     if azp is None:
