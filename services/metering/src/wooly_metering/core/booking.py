@@ -375,103 +375,177 @@ def book(
         next_source: number of the first new source.
         now_us: time of our clock. A record that is ahead of this clock and of the stream's is booked at its arrival.
     """
-    out = Booking(quarantined=list(bad), sources={})
-    known, watched, repeating = dict(sources), known_runs or {}, lost_work or {}
-    entry_id = next_entry
-    #: Additions to each run in each hour.
-    gained: dict[tuple[HourKey, RunKey], RunSum] = {}
+    books = _Books(
+        Booking(quarantined=list(bad)),
+        dict(sources),
+        known_runs or {},
+        lost_work or {},
+        tariff,
+        next_entry,
+        next_source,
+    )
     for delivery, event in events:
-        found = known.get(event.source)
-        if found is None:
-            found = Source(next_source, 0)
-            next_source += 1
-            out.new_sources.add(event.source)
-        if event.batch <= found.batch:
-            out.duplicates += 1
+        source = books.source_of(delivery, event)
+        if source is None:
             continue
+        latest_us = max(now_us, delivery.stored_us)  # a clock of ours that is behind makes no usage impossible
+        for item, told in enumerate(event.records):
+            why, record = books.record(source, event, item, told, latest_us)
+            if why:
+                shown = record.model_dump_json()[:PAYLOAD_KEPT]
+                books.out.quarantined.append(
+                    Quarantined(delivery.sequence, event.source, event.batch, item, why, shown)
+                )
+    return books.summed_up()
+
+
+@dataclass(slots=True)
+class _Books:
+    """What `book` knows while it goes through the messages.
+
+    Attributes:
+        out: what to write.
+        sources: the known sources by name, with their last batch.
+        runs: see `known_runs` of `book`.
+        lost_work: see `book`.
+        tariff: the prices.
+        next_entry: id of the next entry.
+        next_source: number of the next new source.
+        gained: additions to each run in each hour.
+    """
+
+    out: Booking
+    sources: dict[str, Source]
+    runs: dict[RunKey, RunState]
+    lost_work: Mapping[DeviceKey, LostWork]
+    tariff: Tariff
+    next_entry: int
+    next_source: int
+    gained: dict[tuple[HourKey, RunKey], RunSum] = field(default_factory=dict)
+
+    def source_of(self, delivery: Delivery, event: UsageRecorded) -> Source | None:
+        """The source of a message, which has this batch from now on; None: the batch was booked before."""
+        found = self.sources.get(event.source)
+        if found is None:
+            found = Source(self.next_source, 0)
+            self.next_source += 1
+            self.out.new_sources.add(event.source)
+        if event.batch <= found.batch:
+            self.out.duplicates += 1
+            return None
         expected = found.batch + 1
         if event.batch > expected and not event.whole:
             lost = f"batches {expected} to {event.batch - 1} of this source are missing, so their usage is not booked"
-            out.quarantined.append(Quarantined(delivery.sequence, event.source, expected, 0, lost, ""))
-        known[event.source] = out.sources[event.source] = Source(found.number, event.batch)
-        executor = event.executor_id
-        latest_us = max(now_us, delivery.stored_us)  # a clock of ours that is behind makes no usage impossible
-        for item, told in enumerate(event.records):
-            record, moved = in_time(told, latest_us)
-            run, kind = watched.get((told.session_id, executor)), event.device_kind
-            why = impossible(record, event)
-            if not why and run is not None:
-                found_part = run.missing_part(record) if event.whole else run.take(record)
-                if found_part is None:
-                    continue
-                record = found_part
-                kind = kind or (run.last.device_kind if run.last else "")
-                run.gpu_ns += record.gpu_ns
-                run.core_ns += record.core_ns
-                run.last = LastUsage(record.model, kind, record.priority, record.pace_ppm, record.part, record.epoch)
-            if not why:
-                begin = record.at_us - record.span_us
-                plan = tariff.plan(kind, record.priority, begin)
-                work = repeating.get((record.session_id, record.part))
-                repeated = 0 if work is None else work.free_part(record)
-                core, vram = price(record, plan, repeated)
-                if core > LARGEST or vram > LARGEST:
-                    why = "its price does not fit into 64 bits"
-            if why:
-                shown = record.model_dump_json()[:PAYLOAD_KEPT]
-                out.quarantined.append(Quarantined(delivery.sequence, event.source, event.batch, item, why, shown))
-                continue
-            r = record
-            if work is not None:
-                late = r.epoch < work.epoch
-                work.booked(r.epoch, r.core_ns, repeated, r.unsaved_core_ns, min(r.repeats_core_ns, r.core_ns))
-                if repeated:
-                    moved = moved or (PAID_ALREADY if late else REPEATED)
-            out.entries.append(
-                Entry(
-                    id=entry_id,
-                    source_id=found.number,
-                    batch=event.batch,
-                    item=item,
-                    kind=USAGE,
-                    corrects=None,
-                    tenant=r.tenant,
-                    session_id=r.session_id,
-                    executor_id=executor,
-                    model=r.model,
-                    device_kind=kind,
-                    priority=r.priority,
-                    begin_us=begin,
-                    end_us=r.at_us,
-                    runs=r.runs,
-                    gpu_ns=r.gpu_ns,
-                    core_ns=r.core_ns,
-                    pace_ppm=r.pace_ppm,
-                    moved_bytes=r.moved_bytes,
-                    flops=r.flops,
-                    resident_mib_us=r.resident_mib_us,
-                    idle_mib_us=r.idle_mib_us,
-                    part=r.part,
-                    epoch=r.epoch,
-                    repeated_core_ns=repeated,
-                    unsaved_core_ns=r.unsaved_core_ns,
-                    plan_id=plan.id,
-                    core_ucr=core,
-                    vram_ucr=vram,
-                    reason="; ".join([text for text in (BY_JOURNAL if event.whole else "", moved) if text]),
-                )
-            )
-            entry_id += 1
-            key = HourKey(r.tenant, begin - begin % HOUR_US, r.model, kind, r.priority), (r.session_id, executor)
-            gain = gained.get(key)
-            if gain is None:
-                gained[key] = gain = RunSum(r.tenant, r.model, begin, r.at_us, r.ended)
-            gain.widen(begin, r.at_us, r.ended)
-            gain.sums.add_record(r, core, vram)
-    for (hour, run_key), gain in gained.items():
-        add_run(out, run_key, gain)
-        add_hour(out, hour, gain.sums)
-    return out
+            self.out.quarantined.append(Quarantined(delivery.sequence, event.source, expected, 0, lost, ""))
+        self.sources[event.source] = self.out.sources[event.source] = Source(found.number, event.batch)
+        return found
+
+    def record(
+        self, source: Source, event: UsageRecorded, item: int, told: UsageRecord, latest_us: int
+    ) -> tuple[str, UsageRecord]:
+        """Book a record of a message. Returns why it cannot be booked, else an empty text, and the record."""
+        record, moved = in_time(told, latest_us)
+        kind = event.device_kind
+        why = impossible(record, event)
+        if why:
+            return why, record
+        run = self.runs.get((told.session_id, event.executor_id))
+        if run is not None:
+            part = run.missing_part(record) if event.whole else run.take(record)
+            if part is None:
+                return "", record
+            record, kind = part, kind or (run.last.device_kind if run.last else "")
+            run.gpu_ns += record.gpu_ns
+            run.core_ns += record.core_ns
+            run.last = LastUsage(record.model, kind, record.priority, record.pace_ppm, record.part, record.epoch)
+        plan = self.tariff.plan(kind, record.priority, record.at_us - record.span_us)
+        work = self.lost_work.get((record.session_id, record.part))
+        repeated = 0 if work is None else work.free_part(record)
+        core_ucr, vram_ucr = price(record, plan, repeated)
+        if core_ucr > LARGEST or vram_ucr > LARGEST:
+            return "its price does not fit into 64 bits", record
+        if work is not None:
+            late = record.epoch < work.epoch
+            repeats_ns = min(record.repeats_core_ns, record.core_ns)
+            work.booked(record.epoch, record.core_ns, repeated, record.unsaved_core_ns, repeats_ns)
+            if repeated:
+                moved = moved or (PAID_ALREADY if late else REPEATED)
+        reason = "; ".join([text for text in (BY_JOURNAL if event.whole else "", moved) if text])
+        self._add(
+            _usage_entry(
+                self.next_entry, source, event, item, record, kind, repeated, plan.id, core_ucr, vram_ucr, reason
+            ),
+            record,
+        )
+        return "", record
+
+    def _add(self, entry: Entry, record: UsageRecord) -> None:
+        """Add an entry, and note what its run and its hour gain."""
+        self.out.entries.append(entry)
+        self.next_entry += 1
+        begin = entry.begin_us
+        hour = HourKey(record.tenant, begin - begin % HOUR_US, record.model, entry.device_kind, record.priority)
+        key = hour, (record.session_id, entry.executor_id)
+        gain = self.gained.get(key)
+        if gain is None:
+            gain = self.gained[key] = RunSum(record.tenant, record.model, begin, record.at_us, record.ended)
+        gain.widen(begin, record.at_us, record.ended)
+        gain.sums.add_record(record, entry.core_ucr, entry.vram_ucr)
+
+    def summed_up(self) -> Booking:
+        """Return what to write, with the sums of runs and hours."""
+        for (hour, run), gain in self.gained.items():
+            add_run(self.out, run, gain)
+            add_hour(self.out, hour, gain.sums)
+        return self.out
+
+
+def _usage_entry(
+    id: int,
+    source: Source,
+    event: UsageRecorded,
+    item: int,
+    record: UsageRecord,
+    device_kind: str,
+    repeated_core_ns: int,
+    plan_id: int,
+    core_ucr: int,
+    vram_ucr: int,
+    reason: str,
+) -> Entry:
+    r = record
+    return Entry(
+        id=id,
+        source_id=source.number,
+        batch=event.batch,
+        item=item,
+        kind=USAGE,
+        corrects=None,
+        tenant=r.tenant,
+        session_id=r.session_id,
+        executor_id=event.executor_id,
+        model=r.model,
+        device_kind=device_kind,
+        priority=r.priority,
+        begin_us=r.at_us - r.span_us,
+        end_us=r.at_us,
+        runs=r.runs,
+        gpu_ns=r.gpu_ns,
+        core_ns=r.core_ns,
+        pace_ppm=r.pace_ppm,
+        moved_bytes=r.moved_bytes,
+        flops=r.flops,
+        resident_mib_us=r.resident_mib_us,
+        idle_mib_us=r.idle_mib_us,
+        part=r.part,
+        epoch=r.epoch,
+        repeated_core_ns=repeated_core_ns,
+        unsaved_core_ns=r.unsaved_core_ns,
+        plan_id=plan_id,
+        core_ucr=core_ucr,
+        vram_ucr=vram_ucr,
+        reason=reason,
+    )
 
 
 def add_run(out: Booking, key: RunKey, gain: RunSum) -> None:
