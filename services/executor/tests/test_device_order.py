@@ -30,7 +30,8 @@ HERE = Path(__file__).parent
 SUITES = (
     *("test_session", "test_vram", "test_dispatch", "test_checkpoints", "test_limits", "test_hostile_sessions"),
     *("test_host_account", "test_collectives", "test_flights", "test_gpu_runtime", "test_gpu_kernels"),
-    *("test_fresh_memory", "test_failing_device", "test_pinned_files", "test_decoding"),
+    *("test_fresh_memory", "test_failing_device", "test_pinned_files", "test_decoding", "test_ipc", "test_spans"),
+    *("test_remote_collectives", "test_tiers"),
 )
 
 
