@@ -452,3 +452,32 @@ def test_endpoint_text_round_trips(text):
 def test_endpoint_of_other_form_is_refused(text):
     with pytest.raises(EndpointError):
         Endpoint.parse(text)
+
+
+@pytest.mark.parametrize("selectable", [1024, 0], ids=["exact", "whole milliseconds"])
+def test_channel_events_come_during_short_waits(tmp_path, monkeypatch, selectable):
+    monkeypatch.setattr("wooly_bus.channel.server._SELECTABLE", selectable)
+    server = ChannelServer()
+    acceptor = acceptor_of(server)
+    endpoint = acceptor.listen(Endpoint.parse(f"unix://{tmp_path}/s"))
+    acceptor.start()
+
+    def next_events():
+        until = time.monotonic() + 30
+        while not (found := server.poll(0.0003)) and time.monotonic() < until:
+            pass
+        return found
+
+    try:
+        client = connect(endpoint)
+        (connected,) = next_events()
+        assert isinstance(connected, Connected)
+        for n in range(20):
+            client.send(ECHO, bytes([n]))
+            (frame,) = next_events()
+            assert frame.payload == bytes([n])
+        assert server.poll(0.0003) == []
+        client.close()
+    finally:
+        acceptor.close()
+        server.close()
