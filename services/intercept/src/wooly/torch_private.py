@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from functools import cache, wraps
 from pathlib import Path
@@ -1140,6 +1140,12 @@ def compiled_version_patches(cuda_version: str) -> Iterator[tuple[Any, str, Any]
     """Yield the patch (owner, name, value) for the number of the CUDA version, which PyTorch's test library asks for."""
     major, minor = [int(part) for part in cuda_version.split(".")[:2]]
     yield torch._C, "_cuda_getCompiledVersion", lambda: 1000 * major + 10 * minor
+
+
+def cuda_function_patches(functions: Mapping[str, Callable[..., Any]]) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patches (owner, name, value) for functions of a CUDA build's C++ part that other libraries call directly."""
+    for name, function in functions.items():
+        yield torch._C, f"_cuda_{name}", function
 
 
 def host_cache_patches() -> Iterator[tuple[Any, str, Any]]:

@@ -13,14 +13,20 @@ import torch
 from wooly.devices import Devices
 from wooly.facade import build
 from wooly.facade.memory import Memory
-from wooly.facade.streams import device_context, device_of
+from wooly.facade.streams import current_stream, device_context, device_of
 from wooly.kernels.cuda_c import compile_kernel
 from wooly.kernels.sleep import sleep
-from wooly.torch_private import JittedFunction
+from wooly.torch_private import JittedFunction, cuda_function_patches
 
 #: Compute capability of a device that has none, such as a CPU. 8.0 (Ampere) is enough for programs that check for features such
 #: as bfloat16.
 _CAPABILITY = (8, 0)
+#: Shared memory of a multiprocessor in KiB, by compute capability (CUDA C++ Programming Guide). The driver keeps 1 KiB per block.
+_SHARED_KIB = {
+    **{(7, 0): 96, (7, 5): 64, (8, 0): 164, (8, 6): 100, (8, 7): 164, (8, 9): 100},
+    **{(9, 0): 228, (10, 0): 228, (10, 3): 228, (11, 0): 228, (12, 0): 100, (12, 1): 100},
+}
+_RESERVED = 1 << 10
 #: Names of chips: NVIDIA's (sm_90, sm_100a), and AMD's, whose last digit is a stepping (gfx942, gfx90a).
 _CHIP = re.compile(r"sm_(\d+)(\d)[a-z]?|gfx(\d+)([\da-f])[\da-f]")
 
@@ -90,9 +96,27 @@ class Answers:
             "_sleep": lambda cycles: sleep(self._devices, cycles),
         }.items():
             yield (torch.cuda, name, value)
+        yield from cuda_function_patches(
+            {
+                "getCurrentRawStream": lambda index: current_stream(index).cuda_stream,
+                "getDevice": lambda: module.current_device(),
+                # Dynamo has other rules for these than for the functions that they call.
+                "setDevice": lambda index: module.set_device(index),
+                "exchangeDevice": lambda index: self._exchange_device(index),
+                "maybeExchangeDevice": lambda index: self._exchange_device(index),
+                "synchronize": lambda: module.synchronize(),
+            }
+        )
         yield (torch.backends.cudnn, "is_acceptable", lambda tensor: False)
         yield (JittedFunction, "__call__", _refuse_jiterator)
         yield from build.patches(self._memory, self._cuda_version)
+
+    def _exchange_device(self, index: int) -> int:
+        """Set the current device, unless the index is negative, and return the one before."""
+        before = self._devices.current
+        if index >= 0:
+            self._devices.current = self._devices.index_of(index)
+        return before
 
     def _existing(self, device: Any) -> int:
         try:
@@ -114,6 +138,7 @@ class Answers:
     def _properties(self, index: int) -> SimpleNamespace:
         facts = self._facts_of(index)
         major, minor = capability_of(facts.get("arch", ""))
+        per_core = _SHARED_KIB.get((major, minor), _SHARED_KIB[_CAPABILITY]) << 10
         return SimpleNamespace(
             name=self.name_of(index),
             major=major,
@@ -129,4 +154,10 @@ class Answers:
             L2_cache_size=0,
             regs_per_multiprocessor=65536,
             shared_memory_per_block=49152,
+            shared_memory_per_block_optin=per_core - _RESERVED,
+            shared_memory_per_multiprocessor=per_core,
+            max_threads_per_block=1024,
+            pci_domain_id=0,
+            pci_bus_id=index,
+            pci_device_id=0,
         )
