@@ -1,4 +1,4 @@
-"""Programs of other people's libraries: run on "cuda" under Wooly, each result equals the CPU's bit for bit.
+"""Programs of other people's libraries: run on "cuda" under Wooly, each result equals the CPU's bit for bit, or nearly.
 
 The libraries are not among the requirements of a checkout: `make ecosystem` installs them beside it and runs these tests.
 """
@@ -18,6 +18,8 @@ PROGRAMS = {
     "attributions": "captum",
     "bayesian_optimization": "botorch",
     "diffusion": "diffusers",
+    "eight_bit_training": "bitsandbytes",
+    "fused_kernels": "liger_kernel",
     "gaussian_process": "gpytorch",
     "graph_networks": "torch_geometric",
     "ignite_engine": "ignite",
@@ -27,12 +29,15 @@ PROGRAMS = {
     "preference_training": "trl",
     "private_training": "opacus",
     "probabilistic_program": "pyro",
+    "quantised_weights": "torchao",
     "scikit_wrapper": "skorch",
     "sentence_embeddings": "sentence_transformers",
 }
 #: Programs whose results may differ in the last bits: the largest difference, and the reason.
 DIFFERENT = {
     "diffusion": (1e-5, "the gradient of GroupNorm with channels-last input: docs/concepts/differences.md"),
+    "eight_bit_training": (1e-4, "on CPUs, bitsandbytes has other kernels than on GPUs"),
+    "fused_kernels": (1e-4, "the CPU's results come from PyTorch's own operations"),
 }
 
 

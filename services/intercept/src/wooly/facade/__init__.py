@@ -21,6 +21,7 @@ from wooly.distributed import sharding
 from wooly.facade import (
     accelerator,
     amp,
+    bitsandbytes,
     comm,
     cuda_graphs,
     default_dtype,
@@ -146,6 +147,7 @@ class Facade:
         generation.activate()
         functional_rng.activate()
         sources.activate()
+        bitsandbytes.activate()
         handover.activate()
         sharding.activate()
         self._references.activate()
@@ -167,6 +169,7 @@ class Facade:
         """Remove all patches."""
         self._references.deactivate()
         sharding.deactivate()
+        bitsandbytes.deactivate()
         handover.deactivate()
         functional_rng.deactivate()
         generation.deactivate()

@@ -23,9 +23,9 @@ from wooly.torch_private import JittedFunction, cuda_function_patches
 _CAPABILITY = (8, 0)
 #: Shared memory of a multiprocessor in KiB, by compute capability (CUDA C++ Programming Guide). The driver keeps 1 KiB per block.
 _SHARED_KIB = {
-    **{(7, 0): 96, (7, 5): 64, (8, 0): 164, (8, 6): 100, (8, 7): 164, (8, 9): 100},
-    **{(9, 0): 228, (10, 0): 228, (10, 3): 228, (11, 0): 228, (12, 0): 100, (12, 1): 100},
-}
+    (7, 0): 96, (7, 5): 64, (8, 0): 164, (8, 6): 100, (8, 7): 164, (8, 9): 100,
+    (9, 0): 228, (10, 0): 228, (10, 3): 228, (11, 0): 228, (12, 0): 100, (12, 1): 100,
+}  # fmt: skip
 _RESERVED = 1 << 10
 #: Names of chips: NVIDIA's (sm_90, sm_100a), and AMD's, whose last digit is a stepping (gfx942, gfx90a).
 _CHIP = re.compile(r"sm_(\d+)(\d)[a-z]?|gfx(\d+)([\da-f])[\da-f]")
