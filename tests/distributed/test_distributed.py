@@ -199,3 +199,8 @@ def test_sharded_checkpoints_are_saved_and_loaded(program, url, other_url, tmp_p
 def test_accelerate_and_trainer_run_with_several_ranks(program, url, other_url, tmp_path, ranks):
     out = program("libraries.py", tmp_path, ranks=ranks, at=[url, other_url] * (ranks // 2)).output()[0]
     assert "Accelerate agrees" in out and "Trainer agrees" in out
+
+
+def test_graphs_with_collectives_have_the_bits_of_work_without_graphs(program, url, other_url):
+    assert program("graphs.py").output() == ["all graphs agree\n"] * 2
+    assert program("graphs.py", at=[url, other_url]).output() == ["all graphs agree\n"] * 2

@@ -102,11 +102,46 @@ class Lock(Protocol):
     def __exit__(self, *error: Any) -> None: ...
 
 
+class CapturedCollective(Protocol):
+    """One rank's part in a collective that a graph sends at each replay.
+
+    Attributes:
+        name: what it is, for messages.
+        where: the Python line that asked for it.
+    """
+
+    name: str
+    where: Origin
+
+    @property
+    def reads(self) -> Sequence[tuple[int, int, int]]:
+        """What it reads: buffer, first byte, and the byte behind the last one."""
+
+    @property
+    def writes(self) -> Sequence[tuple[int, int, int]]:
+        """What it writes, as `reads`."""
+
+    def bind(self, buffers: dict[int, int]) -> None:
+        """Use other buffers from now on: `buffers` has the id of each one in `reads` and `writes`."""
+
+    def send(self) -> None:
+        """Send it. It may wait for another rank's script, so the caller does not hold the recorder's lock."""
+
+
 class Capture(Protocol):
     """Keeps the open program of a recorder instead of sending it (`Recorder.begin_capture`)."""
 
-    def refuse(self) -> NoReturn:
-        """Raise the error of a call that must send the open program."""
+    @property
+    def in_own_thread(self) -> bool:
+        """Whether the calling thread is the capturing thread."""
+
+    def refuse(self, why: str = "") -> NoReturn:
+        """Raise the error of a call that cannot be a part of a graph. `why`: cause and cure; empty: it must send the open
+        program.
+        """
+
+    def collective(self, collective: CapturedCollective) -> None:
+        """Keep a collective at this place of the open program, in place of sending it."""
 
     def note_death(self, freed: int) -> None:
         """A storage was freed. `freed` is its entry of `Heap.dead`."""

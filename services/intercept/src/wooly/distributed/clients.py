@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from wooly_wis.collectives import REDUCING, Reduction, What
 
+from wooly.devices import Devices
 from wooly.distributed.carrier import Work
 from wooly.torch_private import make_gloo
 
@@ -42,14 +43,25 @@ class ClientCarrier:
         rank: this rank.
         size: number of ranks.
         timeout: maximum time to wait for other ranks.
+        devices: the process's devices.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, devices: Devices) -> None:
         self._gloo: Any = make_gloo(store, rank, size, timeout)
-        self._rank, self._size = rank, size
+        self._rank, self._size, self._devices = rank, size, devices
 
     def carry(self, work: Work) -> None:
-        """Do this rank's part, and wait for it."""
+        """Do this rank's part, and wait for it.
+
+        Raises:
+            torch.AcceleratorError: a CUDA graph is being captured. It is CUDA's own error.
+        """
+        for recorder in self._devices.active():
+            if recorder.capture is not None and recorder.capture.in_own_thread:
+                recorder.capture.refuse(
+                    "With WOOLYAI_COLLECTIVES=clients, a collective waits for the device, so it cannot be a part of a CUDA "
+                    "graph. Move it out of the capture, or leave WOOLYAI_COLLECTIVES at its default."
+                )
         reads = [t.cpu() for t in work.reads]
         results = [torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in work.writes]
         steps: dict[What, Callable[[Work, list[Tensor], list[Tensor]], None]] = {

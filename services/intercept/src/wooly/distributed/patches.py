@@ -45,12 +45,18 @@ def patches(devices: Devices, mode: Callable[[], str], session: Callable[[], Any
 
     def connect(store: Any, rank: int, size: int, options: Any, has_host: bool) -> tuple[Carrier, Any]:
         nonlocal told
+        for recorder in devices.active():
+            if recorder.capture is not None and recorder.capture.in_own_thread:
+                recorder.capture.refuse(
+                    "A process group cannot be made while a CUDA graph is captured, because its ranks wait for each other. Make "
+                    "it before the capture (init_process_group, new_group)."
+                )
         timeout = options._timeout
         # A program that makes its groups again may meet in the same store, where the keys of its former groups still are.
         store = PrefixStore(f"wooly/{store.add(f'wooly/made/{rank}', 1)}", store)
         host = make_gloo(PrefixStore("cpu", store), rank, size, timeout) if has_host else None
         if mode() == "clients":
-            carrier: Carrier = ClientCarrier(PrefixStore("clients", store), rank, size, timeout)
+            carrier: Carrier = ClientCarrier(PrefixStore("clients", store), rank, size, timeout, devices)
         else:
             carrier, count = meeting.meet(store, rank, size, timeout.total_seconds())
             if not rank and size > count and not told:

@@ -13,8 +13,8 @@ from typing import NoReturn
 import torch
 
 from wooly.errors import NotConnectedError
-from wooly.graphs.captured import CapturedGraph, build
-from wooly.recorder import Lock, Recorder, Work
+from wooly.graphs.captured import CapturedGraph, Placed, build
+from wooly.recorder import CapturedCollective, Lock, Recorder, Work
 from wooly.rng import CapturedDraws, Generator
 from wooly.storage import ID_MASK
 
@@ -86,6 +86,7 @@ class GraphCapture:
         self._deaths: dict[int, int] = {}
         self._generators = list(dict.fromkeys((recorder.generator, *registered)))
         self._draws: list[CapturedDraws] = []
+        self._collectives: list[Placed] = []
         self._lock: _LockInCapture
 
     def begin(self) -> None:
@@ -152,7 +153,7 @@ class GraphCapture:
             if recorder.capture is not self:
                 raise NotConnectedError("the session ended while a CUDA graph was captured; capture the graph again")
             recorder.release_dead()
-            graph = build(recorder, recorder.end_capture(), self._draws, self._deaths)
+            graph = build(recorder, recorder.end_capture(), self._draws, self._deaths, self._collectives)
             recorder.flush()
         finally:
             recorder.lock = self._lock.lock
@@ -164,14 +165,30 @@ class GraphCapture:
 
     # -- what the recorder asks --------------------------------------------------------------------------------------
 
-    def refuse(self) -> NoReturn:
-        why = (
+    def refuse(self, why: str = "") -> NoReturn:
+        why = why or (
             "A call that waits for the device, or that copies between host and device (.item(), .cpu(), print, nonzero, "
-            "torch.tensor(…, device='cuda'), synchronize), cannot be a part of a CUDA graph. Move it out of the capture."
+            "torch.tensor(…, device='cuda'), synchronize, collectives of objects), cannot be a part of a CUDA graph. Move it out "
+            "of the capture."
         )
         error = capture_error("operation not permitted when stream is capturing", why)
         self._invalid = self._invalid or f"The first error was: {str(error).splitlines()[0]}. {why}"
         raise error
+
+    def collective(self, collective: CapturedCollective) -> None:
+        recorder = self._recorder
+        if recorder.heap.dead:  # so that these buffers need not outlive the program before the collective
+            recorder.release_dead()
+        slots: dict[int, int] = {}
+        for buffer, begin, end in (*collective.reads, *collective.writes):
+            if begin == end:  # a tensor without elements may have no buffer
+                continue
+            slot = recorder.slot_of.get(buffer)
+            if slot is None:
+                slot = recorder.slot_of[buffer] = len(recorder.bind)
+                recorder.bind.append(buffer)
+            slots[buffer] = slot
+        self._collectives.append(Placed(len(recorder.origins), collective, slots))
 
     def note_death(self, freed: int) -> None:
         buffer = freed & ID_MASK

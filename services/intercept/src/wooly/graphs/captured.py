@@ -1,12 +1,14 @@
-"""What a capture has recorded, as programs that are sent at each replay with the same buffers.
+"""What a capture has recorded, as programs that are sent at each replay with the same buffers, and collectives between them.
 
 A buffer that the capture allocates and frees stays an inner buffer of one program. A buffer that outlives the capture, or that
-several programs use, is allocated once, after the capture. The graph keeps these buffers, and those that existed before.
+several programs or a collective use, is allocated once, after the capture. The graph keeps these buffers, and those that existed
+before. Buffers that are needed one after the other, but not outside the graph, share their memory.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
@@ -21,7 +23,7 @@ from wooly.errors import NotConnectedError
 from wooly.graphs.program import temporary_ids
 from wooly.interned_forms import InternedForm
 from wooly.origins import Origin, describe_origin
-from wooly.recorder import Recorder, Taken, Work
+from wooly.recorder import CapturedCollective, Recorder, Taken, Work
 from wooly.rng import CapturedDraws, captured_draws
 from wooly.storage import Keeper, Lease
 
@@ -45,6 +47,20 @@ class Step(NamedTuple):
     slots: list[int]
     params: list[float | int]
     where: Origin
+
+
+class Placed(NamedTuple):
+    """A collective in a capture.
+
+    Attributes:
+        at: number of instructions before it.
+        collective: the collective.
+        slots: the slot of the capture of each of its buffers.
+    """
+
+    at: int
+    collective: CapturedCollective
+    slots: dict[int, int]
 
 
 class Draw(NamedTuple):
@@ -78,17 +94,17 @@ class Part(NamedTuple):
 
 
 class CapturedGraph:
-    """The programs of a graph, and the buffers that it keeps.
+    """The programs and collectives of a graph, and the buffers that it keeps.
 
     Attributes:
-        parts: the programs, in order.
+        parts: the programs and collectives, in order.
         operations: number of recorded operators.
     """
 
     def __init__(
         self,
         recorder: Recorder,
-        parts: list[Part],
+        parts: list[Part | CapturedCollective],
         operations: int,
         draws: Sequence[CapturedDraws],
         written: list[int],
@@ -103,33 +119,62 @@ class CapturedGraph:
         self._kept = kept
 
     def replay(self) -> None:
-        """Send the programs.
+        """Send the programs and collectives.
 
         Raises:
             NotConnectedError: the session of the capture has ended.
+            RuntimeError: the process group of a collective was destroyed.
             WoolyError: the connection ended.
         """
-        recorder = self._recorder
+        recorder, params = self._recorder, []
         with recorder.lock:
-            link = recorder.link
-            if link is None or link is not self._link:
-                raise NotConnectedError(
-                    "the session in which this CUDA graph was captured has ended, and with it the graph's memory; capture the "
-                    "graph again"
-                )
+            self._check_session()
             for draws in self._draws:
                 draws.draw()
-            if link.mirroring:
-                for buffer in self._written:
-                    link.forget(buffer)
-            recorder.operations += self.operations
             for part in self.parts:
-                params = part.params
-                if part.random:
-                    params = list(params)
-                    for at, draws, which in part.random:
-                        params[at : at + 2] = draws.pair(which)
-                recorder.replay(part.work, part.bind, params, [])
+                if isinstance(part, Part):
+                    params.append(self._params_of(part))
+            recorder.operations += self.operations
+            if len(params) == len(self.parts):
+                self._forget_mirrors()
+                for part, own in zip(self.parts, params, strict=True):
+                    assert isinstance(part, Part)
+                    recorder.replay(part.work, part.bind, own, [])
+                return
+        following = iter(params)
+        for part in self.parts:  # without the lock, because a collective may wait for the script of another rank
+            if isinstance(part, Part):
+                with recorder.lock:
+                    self._check_session()
+                    self._forget_mirrors()
+                    recorder.replay(part.work, part.bind, next(following), [])
+            else:
+                part.send()
+
+    def _check_session(self) -> None:
+        link = self._recorder.link
+        if link is None or link is not self._link:
+            raise NotConnectedError(
+                "the session in which this CUDA graph was captured has ended, and with it the graph's memory; capture the "
+                "graph again"
+            )
+
+    def _forget_mirrors(self) -> None:
+        """Drop the host copies of what the graph writes."""
+        link = self._recorder.link
+        if link is not None and link.mirroring:
+            for buffer in self._written:
+                link.forget(buffer)
+
+    @staticmethod
+    def _params_of(part: Part) -> list[float | int]:
+        """The params of a program in this replay, with the pairs that were drawn for it."""
+        if not part.random:
+            return part.params
+        params = list(part.params)
+        for at, draws, which in part.random:
+            params[at : at + 2] = draws.pair(which)
+        return params
 
     def release(self) -> None:
         """Give the buffers back. Those without a tensor are freed."""
@@ -137,15 +182,18 @@ class CapturedGraph:
         self._kept = []
 
     def dot(self) -> str:
-        """The graph in the language of Graphviz: one node per instruction, in order, with the Python line that recorded it."""
+        """The graph in the language of Graphviz: one node per instruction or collective, in order, with the Python line that
+        recorded it.
+        """
         lines = ["digraph dot {"]
         previous = ""
         for p, part in enumerate(self.parts):
-            lines.append(f'subgraph cluster_{p} {{\nlabel="program {p}"')
-            steps = self._recorder.instructions_of(part.work.words)
-            for i, ((form, _), where) in enumerate(zip(steps, part.work.origins, strict=True)):
+            is_program = isinstance(part, Part)
+            lines.append(f'subgraph cluster_{p} {{\nlabel="{"program" if is_program else "collective"} {p}"')
+            nodes = [(part.name, part.where)] if not isinstance(part, Part) else self._nodes_of(part)
+            for i, (what, where) in enumerate(nodes):
                 name = f"node_{p}_{i}"
-                label = f"{form.name}\n{describe_origin(where)}".replace("\\", "\\\\").replace('"', '\\"')
+                label = f"{what}\n{describe_origin(where)}".replace("\\", "\\\\").replace('"', '\\"')
                 lines.append(f'{name} [shape="record" label="{label}"]')
                 if previous:
                     lines.append(f"{previous} -> {name}")
@@ -153,8 +201,18 @@ class CapturedGraph:
             lines.append("}")
         return "\n".join([*lines, "}", ""])
 
+    def _nodes_of(self, part: Part) -> list[tuple[str, Origin]]:
+        steps = self._recorder.instructions_of(part.work.words)
+        return [(form.name, where) for (form, _), where in zip(steps, part.work.origins, strict=True)]
 
-def build(recorder: Recorder, taken: Taken, draws: Sequence[CapturedDraws], deaths: dict[int, int]) -> CapturedGraph:
+
+def build(
+    recorder: Recorder,
+    taken: Taken,
+    draws: Sequence[CapturedDraws],
+    deaths: dict[int, int],
+    collectives: Sequence[Placed] = (),
+) -> CapturedGraph:
     """Make a graph of what was recorded, and record the allocation of its buffers. The caller holds the recorder's lock.
 
     Args:
@@ -162,20 +220,25 @@ def build(recorder: Recorder, taken: Taken, draws: Sequence[CapturedDraws], deat
         taken: what was recorded.
         draws: the draws of the capture.
         deaths: for buffers whose storage was freed during the capture, the entry of `Heap.dead`.
+        collectives: the collectives of the capture, in order.
     """
     heap = recorder.heap
     steps = _steps(recorder, taken)
-    part_of = _parts(steps)
+    part_of = _parts(steps, {placed.at for placed in collectives})
     made, freed = _lives(steps)
     inner = {s for s, k in made.items() if s in freed and part_of[freed[s]] == part_of[k]}
     bind = list(taken.bind)
     kept: list[object] = []
     crossing = [s for s in made if s in freed and s not in inner]
+    same = _shared(steps, crossing, made, freed)
     if crossing:
-        lease = Lease(heap, [steps[made[s]].info.nbytes for s in crossing])
+        leased = [s for s in crossing if s not in same]
+        lease = Lease(heap, [steps[made[s]].info.nbytes for s in leased])
         kept.append(lease)
-        for slot, buffer in zip(crossing, lease.ids, strict=True):
+        for slot, buffer in zip(leased, lease.ids, strict=True):
             bind[slot] = buffer
+        for slot, other in same.items():
+            bind[slot] = bind[other]
     outside = [s for s in range(len(bind)) if s not in inner]
     kept.append(Keeper(heap, [bind[s] for s in outside if s not in crossing]))
     for slot in freed:
@@ -183,13 +246,23 @@ def build(recorder: Recorder, taken: Taken, draws: Sequence[CapturedDraws], deat
             heap.dead.append(deaths[bind[slot]])
     gone = {taken.bind[s] for s in made if s in freed}
     heap.recycle([b for b in taken.freed if b in gone])
-    zeroed = _read_before_written(steps, [s for s in made if s not in inner])
-    parts = _programs(recorder, steps, part_of, inner, bind, zeroed)
+    zeroed = _read_before_written(steps, [s for s in made if s not in inner], collectives)
+    programs = _programs(recorder, steps, part_of, inner, bind, zeroed, same)
+    parts: list[Part | CapturedCollective] = []
+    waiting = list(collectives)
+    for begin, program in programs:
+        while waiting and waiting[0].at <= begin:
+            parts.append(waiting.pop(0).collective)
+        parts.append(program)
+    parts += [placed.collective for placed in waiting]
+    for _, collective, slots in collectives:
+        collective.bind({buffer: bind[slot] for buffer, slot in slots.items()})
     for slot in made:
-        if slot not in inner:
+        if slot not in inner and slot not in same:
             step = steps[made[slot]]
             recorder.emit(step.form, [bind[slot]], step.where)
-    written = [bind[s] for s in dict.fromkeys([t.slots[w] for t in steps for w in t.info.writes]) if s not in inner]
+    writes = dict.fromkeys([t.slots[w] for t in steps for w in t.info.writes])
+    written = list(dict.fromkeys([bind[s] for s in writes if s not in inner]))
     return CapturedGraph(recorder, parts, taken.operations, draws, written, kept)
 
 
@@ -217,20 +290,45 @@ def _lives(steps: list[Step]) -> tuple[dict[int, int], dict[int, int]]:
     return made, freed
 
 
-def _parts(steps: list[Step]) -> list[int]:
-    """Per instruction, the program to which it belongs. A program is as long as the executor's limits allow."""
+def _shared(steps: list[Step], crossing: list[int], made: dict[int, int], freed: dict[int, int]) -> dict[int, int]:
+    """Of slots that several programs use and that the capture frees: those that use the buffer of another slot, and that slot.
+
+    A slot can use the buffer of a slot of the same size that was freed before.
+    """
+    found: dict[int, int] = {}
+    free: defaultdict[int, list[tuple[int, int]]] = defaultdict(
+        list
+    )  # by size: when it is free, and the slot that has the buffer
+    for slot in sorted(crossing, key=made.__getitem__):
+        known = free[steps[made[slot]].info.nbytes]
+        k = next((k for k, (since, _) in enumerate(known) if since < made[slot]), None)
+        root = slot if k is None else known.pop(k)[1]
+        if root != slot:
+            found[slot] = root
+        known.append((freed[slot], root))
+    return found
+
+
+def _parts(steps: list[Step], begins: set[int]) -> list[int]:
+    """Per instruction, the program to which it belongs. A program is as long as the executor's limits allow.
+
+    Args:
+        steps: the instructions.
+        begins: instructions at which a program begins, because a collective is before them.
+    """
     found = []
     part = instructions = references = params = nodes = 0
     size = _HEAD_BYTES
     forms: set[int] = set()
     exact = sum([len(raw) for raw in {s.info.raw for s in steps}]) > MAX_NODES  # a node takes at least one byte
-    for step in steps:
+    for k, step in enumerate(steps):
         # A `fill` with an attribute may take the place of an `alloc`, so each instruction may add a second form.
         new = step.form not in forms
         more_nodes = (nodes_of(decode_form(step.info.raw)) if exact else 0) if new else 0
         more_bytes = 4 * (1 + len(step.slots)) + (2 * (len(step.info.raw) + _FORM_BYTES) if new else 0)
         if (
-            instructions + 1 > MAX_INSTRUCTIONS
+            (k in begins and instructions)
+            or instructions + 1 > MAX_INSTRUCTIONS
             or references + len(step.slots) > MAX_REFERENCES
             or params + len(step.params) > MAX_PARAMS
             or 2 * len(forms) + 2 > MAX_FORMS
@@ -251,15 +349,28 @@ def _parts(steps: list[Step]) -> list[int]:
     return found
 
 
-def _read_before_written(steps: list[Step], slots: list[int]) -> set[int]:
-    """Of these slots, which the capture allocates, those that an instruction uses before another has written all their bytes.
+def _read_before_written(steps: list[Step], slots: list[int], collectives: Sequence[Placed]) -> set[int]:
+    """Of these slots, which the capture allocates, those that an instruction or a collective uses before another has written all
+    their bytes.
 
     A new buffer contains zeros. A replay finds what the last one left there.
     """
     waiting = dict.fromkeys(slots)
     nbytes: dict[int, int] = {}
     found = set()
-    for step in steps:
+    coming = list(collectives)
+
+    def meet(before: int) -> None:
+        while coming and coming[0].at <= before:
+            _, collective, own = coming.pop(0)
+            for buffer, slot in own.items():
+                if slot in waiting:
+                    del waiting[slot]
+                    if not _fills(collective, buffer, nbytes[slot]):
+                        found.add(slot)
+
+    for k, step in enumerate(steps):
+        meet(k)
         if step.info.name == "alloc":
             nbytes[step.slots[0]] = step.info.nbytes
             continue
@@ -272,6 +383,7 @@ def _read_before_written(steps: list[Step], slots: list[int]) -> set[int]:
             uses = [o for o, s in zip(operands, step.slots, strict=True) if s == slot]
             if step.info.name != "free" and not all(_writes_all(o, nbytes[slot]) for o in uses):
                 found.add(slot)
+    meet(len(steps))
     return found
 
 
@@ -283,11 +395,30 @@ def _writes_all(operand: Operand, nbytes: int) -> bool:
     return whole and view.offset == 0 and view.end == nbytes
 
 
+def _fills(collective: CapturedCollective, buffer: int, nbytes: int) -> bool:
+    """Whether a collective writes all bytes of a buffer, and reads none of them."""
+    if any(own == buffer for own, _, _ in collective.reads):
+        return False
+    at = 0
+    for own, begin, end in sorted(collective.writes):
+        if own == buffer and begin <= at:
+            at = max(at, end)
+    return at >= nbytes
+
+
 def _programs(
-    recorder: Recorder, steps: list[Step], part_of: list[int], inner: set[int], bind: list[int], zeroed: set[int]
-) -> list[Part]:
-    """Write the programs, without the allocations and frees of buffers that the graph keeps."""
-    parts: list[Part] = []
+    recorder: Recorder,
+    steps: list[Step],
+    part_of: list[int],
+    inner: set[int],
+    bind: list[int],
+    zeroed: set[int],
+    same: dict[int, int],
+) -> list[tuple[int, Part]]:
+    """Write the programs, without the allocations and frees of buffers that the graph keeps. Each has the number of instructions
+    before it.
+    """
+    parts: list[tuple[int, Part]] = []
     count = 1 + part_of[-1] if steps else 0
     for part in range(count):
         words: list[int] = []
@@ -295,7 +426,8 @@ def _programs(
         params: list[float | int] = []
         origins: list[Origin] = []
         random: list[Draw] = []
-        for step in steps[part_of.index(part) : len(part_of) if part + 1 == count else part_of.index(part + 1)]:
+        begin = part_of.index(part)
+        for step in steps[begin : len(part_of) if part + 1 == count else part_of.index(part + 1)]:
             form = step.form
             if step.info.name in ("alloc", "free") and step.slots[0] not in inner:
                 if step.info.name == "free" or step.slots[0] not in zeroed or not step.info.nbytes:
@@ -307,13 +439,13 @@ def _programs(
                 if drawn is not None:
                     random.append(Draw(len(params) + len(step.params) - 2, drawn, int(offset)))
             words.append(form)
-            words.extend([slot_of.setdefault(s, len(slot_of)) for s in step.slots])
+            words.extend([slot_of.setdefault(same.get(s, s), len(slot_of)) for s in step.slots])
             params += step.params
             origins.append(step.where)
         ids = iter(temporary_ids(recorder.heap, len(inner & slot_of.keys())))
         bound = [next(ids) if s in inner else bind[s] for s in slot_of]
         if words:
-            parts.append(Part(Work(array("I", words).tobytes(), words, origins), bound, params, random))
+            parts.append((begin, Part(Work(array("I", words).tobytes(), words, origins), bound, params, random)))
     return parts
 
 
