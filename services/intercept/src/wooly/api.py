@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -414,6 +415,28 @@ def _lose_session(why: str) -> None:
 
 def disable() -> None:
     """Close the session, and stop redirecting "cuda". All tensors on the device are lost."""
+    _close("")
+
+
+def close_at_end(code: int = 0) -> None:
+    """Close the session at the end of the script. If a rank of a program ends with a failure, the other ranks get it.
+
+    Args:
+        code: the exit code, if it is known.
+    """
+    error = (
+        None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+    )  # in an interactive Python, errors end nothing
+    why = ""
+    if error is not None:
+        why = f"its script ended with {type(error).__name__}: {error}"
+    elif code:
+        why = f"its script ended with exit code {code}"
+    _close(why if ranks.own() is not None else "")
+
+
+def _close(why: str) -> None:
+    """As `disable`. `why`: the failure that ends the session; empty: it ends normally."""
     global _attached, _pending
     with _lock:
         if _facade is not None:
@@ -434,17 +457,18 @@ def disable() -> None:
         with recorder.lock:
             if link.shares:  # the other processes see the last work, too
                 recorder.settle()
-            link.await_collectives()
-            link.close()
+            if not why:  # other ranks may need the parts of this one, but they wait for it in vain after a failure
+                link.await_collectives()
+            link.close(why)
             for each in [recorder, *[r for r in attached.device.devices.recorders if r.lock is recorder.lock]]:
                 if each.link is link:  # otherwise another thread has opened the next session
                     each.forget_session()
     if attached.opened is not None:
-        attached.opened.close()
+        attached.opened.close(why)
         capture.report_session(attached.opened.session_id, stats)
 
 
-atexit.register(disable)
+atexit.register(close_at_end)
 
 
 def _after_fork() -> None:

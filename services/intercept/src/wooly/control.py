@@ -204,6 +204,8 @@ RETRY_DIVISOR = 15
 SPANS_TIMEOUT_S = 2.0
 #: Number of attempts to tell the last note of a session when it is closed, and seconds between two of them.
 NOTE_ATTEMPTS, NOTE_AGAIN_S = 4, 0.1
+#: Maximum number of characters of the reason with which a session ends.
+MAX_REASON = 1024
 #: Timeout for opening a session, in seconds. The router asks executors and writes to its database, which takes long on a busy
 #: disk.
 OPEN_TIMEOUT_S = 20.0
@@ -515,13 +517,17 @@ class OpenedSession:
         if self.traced:
             self.trace.send(self._controller, self.session_id, self._credential)
 
-    def close(self) -> None:
-        """Close the session and the connection to the controller."""
+    def close(self, why: str = "") -> None:
+        """Close the session and the connection to the controller.
+
+        Args:
+            why: the failure that ends it; empty: it ends normally.
+        """
         if self._closing.is_set():
             return
         self._closing.set()
         self._tell_note()
-        request = CloseSessionRequest(session_id=self.session_id, token=self.token)
+        request = CloseSessionRequest(session_id=self.session_id, token=self.token, reason=why[:MAX_REASON])
         self.trace.end()
         if self._sending is None or concurrent.futures.wait((self._sending,), SPANS_TIMEOUT_S).done:
             self._send_spans()

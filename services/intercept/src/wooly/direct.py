@@ -119,7 +119,7 @@ class StandaloneSession:
     def note(self, line: str) -> None:
         """Tell nobody: no controller has a story of the session."""
 
-    def close(self) -> None:
+    def close(self, why: str = "") -> None:
         """End the trace. Closing the connection ends the session."""
         self.trace.end()
         self.trace.flush()

@@ -178,7 +178,7 @@ class RecordingLink:
     def await_collectives(self) -> None:
         """Do nothing: there is no connection."""
 
-    def close(self) -> None:
+    def close(self, why: str = "") -> None:
         """Do nothing: there is no connection."""
 
 

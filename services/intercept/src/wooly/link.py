@@ -60,6 +60,8 @@ MIRROR_ITEM_LIMIT = 1 << 20
 
 #: Maximum time, in seconds, that closing a session waits until the executor has closed it, if no controller does that.
 CLOSE_S = 1.0
+#: Maximum size, in bytes, of the reason with which a session ends.
+MAX_CLOSE_REASON = 1024
 #: Maximum time, in seconds, that a session waits for its collectives before it ends.
 COLLECTIVES_S = 30.0
 #: Time, in seconds, between two looks whether they are done.
@@ -943,13 +945,17 @@ class Link:
         inflight = self._failures.inflight
         return not inflight or self.connection.acked >= inflight[-1][0]
 
-    def close(self) -> None:
-        """Tell the executor that the session ends, if the connection is open, and close the connection."""
+    def close(self, why: str = "") -> None:
+        """Tell the executor that the session ends, if the connection is open, and close the connection.
+
+        Args:
+            why: the failure that ends it; empty: it ends normally.
+        """
         if self.recovery is not None and self.recovery.together is not None and os.getpid() == self._pid:
-            self.recovery.together.end("it has closed its session")
+            self.recovery.together.end(why or "it has closed its session")
         if self.lost is None and os.getpid() == self._pid:
             try:
-                self.connection.channel.send(Kind.CLOSE)
+                self.connection.channel.send(Kind.CLOSE, why.encode(errors="replace")[:MAX_CLOSE_REASON])
                 recovery = self.recovery
                 if self._opened_here or (recovery and (recovery.number or recovery.together)):
                     self.connection.channel.await_end(CLOSE_S)

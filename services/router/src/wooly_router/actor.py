@@ -315,14 +315,15 @@ class RouterActor:
         return f"session {session_id} is not open: it is {task.state}" + (f" ({task.reason})" if task.reason else "")
 
     async def on_close_session(self, request: CloseSessionRequest) -> CloseSessionReply:
-        """Close a session on request of its client. A second close is not an error."""
+        """Close a session on request of its client. A second close is not an error. A reason is the failure of its script."""
         record = await self._open(request.session_id, request.token)
         if record is None:
             return CloseSessionReply(closed=False)
         if record.state == "pending":
             await self.end(record, "cancelled", request.reason or "its client left the queue")
         else:
-            await self.end(record, "completed", request.reason or "closed by its client")
+            state = "failed" if request.reason else "completed"
+            await self.end(record, state, request.reason or "closed by its client")
         return CloseSessionReply(closed=True)
 
     async def end(self, record: TaskRecord, state: str, reason: str) -> bool:

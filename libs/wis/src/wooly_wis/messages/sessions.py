@@ -226,7 +226,10 @@ class HibernateSessionReply(Message):
 
 
 class CloseSessionRequest(Message):
-    """Close a session: the client has finished, or the router cancels it. `passing`: it may go on in another executor."""
+    """Close a session: the client has finished, or the router cancels it. `passing`: it may go on in another executor.
+
+    `reason`: of a client, the failure that has ended its script; empty: it ended normally.
+    """
 
     session_id: SessionId
     token: Token = ""

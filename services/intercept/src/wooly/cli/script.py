@@ -35,8 +35,9 @@ def _without_our_frames(tb: TracebackType | None) -> TracebackType | None:
 
 
 def print_error(error: BaseException) -> None:
-    """Print an error of a script with its traceback, without Wooly's frames before the script."""
-    traceback.print_exception(type(error), error, _without_our_frames(error.__traceback__))
+    """Print an error of a script with its traceback, without Wooly's frames before the script, and note it, as Python does."""
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, _without_our_frames(error.__traceback__)
+    traceback.print_exception(sys.last_type, error, sys.last_traceback)
 
 
 def run(target: str, arguments: list[str], *, module: bool) -> int:

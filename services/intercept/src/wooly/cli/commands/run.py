@@ -124,7 +124,7 @@ def run_python(
             stats, session = api.session_stats(), None if quiet else api.opened_session()
             billed = session is not None and session.controlled
             bill = bill_at_end(session) if billed else []
-            api.disable()
+            api.close_at_end(code)
             if not quiet:
                 _summary(stats, seconds, session)
             if billed:
