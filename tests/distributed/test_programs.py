@@ -92,18 +92,8 @@ def test_cancelled_program_ends_all_ranks(tenant, torchrun):
     assert task["state"] == "cancelled"
 
 
-@pytest.mark.parametrize(
-    "how,why",
-    [
-        ("killed", "its client's process has ended"),  # known at once, and not only when its lease is over
-        (
-            "fails",
-            "its script ended with ValueError: broken",
-        ),  # it does not wait for its collective, in which it is alone
-    ],
-)
-def test_rank_that_dies_ends_a_rank_that_computes(tenant, how, why):
-    """No collective tells rank 0 that rank 1 has died: the router ends its session."""
+def end_of_computing(tenant, how):
+    """Let rank 1 of two ranks that compute die. Returns the seconds until rank 0 ended, and what rank 0 printed."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
         common["MASTER_PORT"] = str(free.getsockname()[1])
@@ -121,25 +111,51 @@ def test_rank_that_dies_ends_a_rank_that_computes(tenant, how, why):
     try:
         for rank in ranks:
             ready(rank, 1)
-        task = next(t for t in tasks(tenant) if t["ranks"])
-        shown = json.loads(tenant.wooly("tasks", "show", task["task_id"], "--json"))["ranks"]
-        assert [r["rank"] for r in shown] == [0, 1]
         if how == "killed":
             ranks[1].kill()
         begun = time.monotonic()
         _, errors = ranks[0].communicate(timeout=100)
-        print(f"the other rank ended after {(took := time.monotonic() - begun):.2f} s")
-        assert ranks[0].returncode != 0 and "rank 1 of the program ended" in errors and why in errors
-        assert took < 20  # on a busy machine; a session's collectives are waited for for 30 s
+        took = time.monotonic() - begun
+        print(f"the other rank ended after {took:.2f} s")
+        assert ranks[0].returncode != 0 and "rank 1 of the program ended" in errors
         tenant.cluster.wait(lambda: not tasks(tenant, "started"))
-        story = json.loads(tenant.wooly("tasks", "show", task["task_id"], "--json"))["story"]
-        assert "rank 0: rank 1 of the program ended" in "\n".join([step["reason"] for step in story])
+        return took, errors
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
             rank.stdout.close()
             rank.stderr.close()
+
+
+@pytest.mark.parametrize(
+    "how,why",
+    [
+        ("killed", "its client's process has ended"),  # known at once, and not only when its lease is over
+        (
+            "fails",
+            "its script ended with ValueError: broken",
+        ),  # it does not wait for its collective, in which it is alone
+    ],
+)
+def test_rank_that_dies_ends_a_rank_that_computes(tenant, how, why):
+    """No collective tells rank 0 that rank 1 has died: the router ends its session."""
+    took, errors = end_of_computing(tenant, how)
+    assert why in errors and took < 20  # on a busy machine; a session's collectives are waited for for 30 s
+    task = next(t for t in tasks(tenant) if t["ranks"])
+    shown = json.loads(tenant.wooly("tasks", "show", task["task_id"], "--json"))
+    assert [r["rank"] for r in shown["ranks"]] == [0, 1]
+    assert "rank 0: rank 1 of the program ended" in "\n".join([step["reason"] for step in shown["story"]])
+
+
+def test_rank_that_is_killed_on_another_host_ends_a_rank_that_computes(tmp_path):
+    """Its executor, which has only a TCP connection, does not see the process."""
+    with contextlib.ExitStack() as stack:
+        settings = {"HEARTBEAT_S": "0.2", "LISTEN": "tcp://127.0.0.1:0"}
+        cluster = Cluster(tmp_path, stack, executors=("a",), executor=settings)
+        took, errors = end_of_computing(Tenant(cluster, "acme"), "killed")
+        assert "its client did not ask for another executor" in errors
+        assert took < 25  # on a busy machine; its lease and the time to come back are 30 s
 
 
 def test_processes_of_mp_spawn_are_ranks_of_one_program(tenant):

@@ -143,6 +143,41 @@ async def test_rank_that_dies_ends_the_others_with_the_reason(rig):
                 await asyncio.sleep(0.01)
 
 
+@pytest.mark.on_both
+@pytest.mark.parametrize("alive", [False, True])
+async def test_rank_whose_client_hangs_up_is_waited_for_only_if_its_client_is_heard(rig, alive):
+    async with rig("a", "b") as r:
+        ranks = [await r.open(gang=place(rank, devices=2), recovers=True) for rank in range(2)]
+        lost = await r.tasks.get(ranks[1].session_id)
+        event = SessionClosed(session_id=lost.id, executor_id="b", reason="its client closed the connection")
+        event = event.model_copy(update={"passing": True, "hung_up": True, "epoch": lost.attempt})
+        await r.actor.on_session_closed(event)
+        async with asyncio.timeout(20):
+            while await state(r, ranks[1]) == "started":
+                await asyncio.sleep(0.01)
+        await r.actor.on_renew_session(RenewSessionRequest(session_id=ranks[0].session_id, token=ranks[0].token))
+        if alive:
+            with pytest.raises(RefusedError, match="is not open: it is pending"):
+                await r.actor.on_renew_session(RenewSessionRequest(session_id=lost.id, token=ranks[1].token))
+        r.clock.now += 4
+        await r.beat()
+        await r.actor.lapse()
+        if alive:
+            assert [await state(r, s) for s in ranks] == ["started", "pending"]
+            return
+        assert [await state(r, s) for s in ranks] == ["failed", "failed"]
+        assert "closed the connection; its client did not ask" in (await r.tasks.get(ranks[0].session_id)).reason
+
+
+async def test_rank_whose_script_fails_ends_the_others(rig):
+    async with rig("a") as r:
+        ranks = await opened(r, 2)
+        request = CloseSessionRequest(session_id=ranks[1].session_id, token=ranks[1].token, reason="its script ended")
+        await r.actor.on_close_session(request)
+        assert [await state(r, s) for s in ranks] == ["failed", "failed"]
+        assert (await r.tasks.get(ranks[0].session_id)).reason == "rank 1 of the program ended: its script ended"
+
+
 async def test_rank_that_completes_does_not_end_the_others(rig):
     async with rig("a") as r:
         ranks = await opened(r, 2)

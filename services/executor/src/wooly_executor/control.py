@@ -464,6 +464,7 @@ class ExecutorActor(Actor):
             contents=ended.contents,
             passing=ended.passing,
             epoch=ended.epoch,
+            hung_up=ended.hung_up,
         )
         await self._app.publish(contracts.EXECUTOR_SESSION_CLOSED, closed)
 

@@ -118,4 +118,4 @@ class Intake:
         elif isinstance(event, Connected):
             self._sessions.welcome(conn, event.admitted)
         else:
-            self._sessions.gone(conn, event.reason)
+            self._sessions.gone(conn, event.reason, hung_up=event.hung_up)

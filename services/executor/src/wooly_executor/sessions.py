@@ -53,6 +53,7 @@ class Ended(NamedTuple):
         passing: it may go on in another executor.
         epoch: its epoch.
         process: id of the client's process, if its connection was closed and the process is known; else 0.
+        hung_up: the client's system has closed the connection, as it does if the client's process ends.
     """
 
     session_id: str
@@ -61,6 +62,7 @@ class Ended(NamedTuple):
     passing: bool
     epoch: int
     process: int = 0
+    hung_up: bool = False
 
 
 class Sessions:
@@ -296,7 +298,9 @@ class Sessions:
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
-    def close(self, session_id: str, reason: str, *, passing: bool = False, process: int = 0) -> bool:
+    def close(
+        self, session_id: str, reason: str, *, passing: bool = False, process: int = 0, hung_up: bool = False
+    ) -> bool:
         """End a session and free all its memory. Returns False if no session has this id.
 
         Args:
@@ -304,6 +308,7 @@ class Sessions:
             reason: why; empty: its client closed it.
             passing: it may go on in another executor, because nothing that it did is the reason.
             process: see `Ended`.
+            hung_up: see `Ended`.
         """
         session = self._open.pop(session_id, None)
         if session is None:
@@ -325,7 +330,7 @@ class Sessions:
             if not conn.closed:
                 conn.close(reason, passing=passing)
         if self._closed is not None:
-            self._closed(Ended(session_id, reason, session.largest_shared(), passing, session.epoch, process))
+            self._closed(Ended(session_id, reason, session.largest_shared(), passing, session.epoch, process, hung_up))
         return True
 
     def end(self, session: Session, why: str) -> None:
@@ -343,14 +348,14 @@ class Sessions:
         else:
             conn.close(why)
 
-    def gone(self, conn: Connection, reason: str) -> None:
-        """End the session of a connection that was closed."""
+    def gone(self, conn: Connection, reason: str, *, hung_up: bool = False) -> None:
+        """End the session of a connection that was closed. `hung_up`: see `Ended`."""
         session: Session | None = conn.owner
         if session is not None:
             if reason:
                 log.warning("session %s ends: %s", session.id, reason)
             why = reason or "its client closed the connection"
-            self.close(session.id, why, passing=True, process=conn.process)
+            self.close(session.id, why, passing=True, process=conn.process, hung_up=hung_up)
 
     def end_clients(self) -> None:
         """Close the sessions that have clients, so that clients need not wait for the rest of the shutdown."""

@@ -239,6 +239,8 @@ class RouterActor:
                 last case keeps a client that asks often from using up the concurrent renewals.
         """
         record = await self._open(request.session_id, request.token)
+        if record is not None and record.state == "pending" and record.wants.get("away"):
+            await self.moves.is_alive(record)
         if record is None or record.state == "pending":
             raise RefusedError("router.no_session", await self._reason_of_end(request.session_id))
         await self.moves.hear(record, request)
@@ -262,7 +264,7 @@ class RouterActor:
             if isinstance(answer, RefusedError) and answer.code == "executor.no_session":
                 why = f"executor {name} no longer has it"
                 if record.wants.get("recovers"):  # its client may be closing it, and asks if it has lost it
-                    start_errand(self._lose_after_grace(record, name, why), f"end of session {record.id}")
+                    start_errand(self._lose_after_grace(record, name, why, heard=True), f"end of session {record.id}")
                 else:
                     await self.lose_part(record, name, why)
                 raise RefusedError("router.no_session", f"executor {name}: {answer}") from answer
@@ -433,18 +435,27 @@ class RouterActor:
         return await self.moves.comes_back(record, lease, request.lost, request.cut, leaves=request.leaves)
 
     async def lose_part(
-        self, record: TaskRecord, executor_id: str, reason: str, state: str = "failed", *, passing: bool = False
+        self,
+        record: TaskRecord,
+        executor_id: str,
+        reason: str,
+        state: str = "failed",
+        *,
+        passing: bool = False,
+        hung_up: bool = False,
     ) -> None:
         """End a session that one executor has lost. The other executors are told in the background.
 
-        With `passing`, a session whose client can go on in another executor goes back into the queue instead.
+        With `passing`, a session whose client can go on in another executor goes back into the queue instead. `hung_up`: its
+        client's process may have ended.
         """
         others = [p.executor_id for p in record.parts if p.executor_id != executor_id]
         if passing and record.wants.get("recovers"):
             now = await self.world.tasks.get(record.id)
             if now is not None and (now.state, now.attempt) == (record.state, record.attempt):
                 silent = await self.executors.leave(others, record.id, f"it goes on without executor {executor_id}")
-                await self.moves.requeue(record, reason, silent=silent)
+                await self.moves.requeue(record, reason, silent=silent, hung_up=hung_up)
+                self._prolonged.pop(record.id, None)  # the last renewal was for the time before
             return
         async with self.world.database.writing() as s:
             lost = await self.world.tasks.move(s, record.id, state, reason, self.clock(), only_from=["started"])
@@ -456,11 +467,29 @@ class RouterActor:
             await self._end_gang(record, state, reason)
 
     async def _lose_after_grace(
-        self, record: TaskRecord, executor_id: str, reason: str, *, passing: bool = True
+        self,
+        record: TaskRecord,
+        executor_id: str,
+        reason: str,
+        *,
+        passing: bool = True,
+        hung_up: bool = False,
+        heard: bool = False,
     ) -> None:
-        """End a lost session after a delay: a client that exits may still report its close, and that report comes first."""
+        """End a lost session after a delay: a client that exits may still report its close, and that report comes first.
+
+        Args:
+            record: the session.
+            executor_id: the executor that has lost it.
+            reason: why.
+            passing: it may go on elsewhere.
+            hung_up: its client's process may have ended.
+            heard: its client lives.
+        """
         await asyncio.sleep(CLOSE_GRACE_S)
-        await self.lose_part(record, executor_id, reason, passing=passing)
+        await self.lose_part(record, executor_id, reason, passing=passing, hung_up=hung_up and not heard)
+        if heard:
+            await self.moves.is_alive(record)
 
     # -- nodes -------------------------------------------------------------------------------------------------------
 
@@ -539,7 +568,8 @@ class RouterActor:
                 return  # it goes on in another executor by now
             if event.reason:
                 why = f"it ended on executor {event.executor_id}: {event.reason}"
-                losing = self._lose_after_grace(record, event.executor_id, why, passing=event.passing)
+                hung_up = event.hung_up and bool(record.gang.task_id)  # the other ranks wait for it
+                losing = self._lose_after_grace(record, event.executor_id, why, passing=event.passing, hung_up=hung_up)
                 start_errand(losing, f"end of session {record.id}")
             else:
                 await self.lose_part(record, event.executor_id, "closed by its client", "completed")

@@ -27,6 +27,9 @@ from wooly_router.state.world import World
 log = logging.getLogger("wooly.router")
 #: Seconds, besides a lease, in which the client of a session that lost its executor must ask for another one.
 RECOVERY_GRACE_S = 15.0
+#: Part of a lease in which the client of a rank must be heard after its connection was closed by its end. Clients renew their
+#: leases ten times per lease, also if their scripts do not notice the loss. Other ranks wait for this one meanwhile.
+HUNG_UP_LEASE = 0.2
 #: Maximum seconds to wait for an executor that removes or keeps checkpoints.
 KEEP_TIMEOUT_S = 5.0
 #: Maximum number of sessions in one request to keep checkpoints.
@@ -76,6 +79,7 @@ class Moves:
         *,
         silent: Collection[str] = (),
         lease: Lease | None = None,
+        hung_up: bool = False,
         **wants: object,
     ) -> TaskRecord | None:
         """Put a session that leaves its executor back into the queue.
@@ -86,6 +90,7 @@ class Moves:
             wish: what it was asked for, if it leaves because of that.
             silent: its executors that do not answer.
             lease: its lease, if it is known.
+            hung_up: its client's process may have ended, so it must be heard soon.
             wants: further changes of its wants.
 
         Returns:
@@ -98,7 +103,9 @@ class Moves:
         lease = lease or await self._world.tasks.lease(record.id)
         if lease is None:
             return None
-        waiting = Lease(record.id, lease.token, now + self._settings.lease_s + RECOVERY_GRACE_S)
+        lease_s = self._settings.lease_s
+        waits_s = HUNG_UP_LEASE * lease_s if hung_up else lease_s + RECOVERY_GRACE_S
+        waiting = Lease(record.id, lease.token, now + waits_s)
         async with self._world.database.writing() as s:
             left = await self._world.tasks.leave(
                 s,
@@ -116,6 +123,11 @@ class Moves:
                 },
             )
             return await self._world.tasks.get(record.id, s) if left else None
+
+    async def is_alive(self, record: TaskRecord) -> None:
+        """The client of a session that has lost its executor lives, and will ask for another one."""
+        async with self._world.database.writing() as s:
+            await self._world.tasks.keep_lease(s, record.id, self._clock() + self._settings.lease_s + RECOVERY_GRACE_S)
 
     async def _repeats_lost_work(self, record: TaskRecord, alive: Collection[str]) -> bool:
         """Whether the cluster has lost an executor of a session. Ranks of one program repeat together."""

@@ -83,10 +83,13 @@ class FrameReceived(NamedTuple):
 
 
 class Disconnected(NamedTuple):
-    """A connection ended. `reason` is empty if it ended normally."""
+    """A connection ended. `reason` is empty if it ended normally. `hung_up`: the other end's system has closed it, as it does if
+    the process there ends.
+    """
 
     conn: Connection
     reason: str
+    hung_up: bool = False
 
 
 Event = Connected | FrameReceived | Disconnected
@@ -441,7 +444,7 @@ class ChannelServer:
             return
         conn._interest = want
 
-    def _close(self, conn: Connection, reason: str, *, passing: bool = False) -> None:
+    def _close(self, conn: Connection, reason: str, *, passing: bool = False, hung_up: bool = False) -> None:
         if conn.closed:
             return
         if conn._out and not reason:
@@ -468,7 +471,7 @@ class ChannelServer:
             conn._incoming = None
             conn.segment.close()
             conn.segment = None
-        self._events.append(Disconnected(conn, reason))
+        self._events.append(Disconnected(conn, reason, hung_up))
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
@@ -562,7 +565,8 @@ class ChannelServer:
             )
             self._close(conn, f"the channel failed: {type(error).__name__}: {error}")
         else:
-            self._close(conn, f"the connection broke: {error}")
+            hung_up = isinstance(error, (ConnectionResetError, BrokenPipeError))
+            self._close(conn, f"the connection broke: {error}", hung_up=hung_up)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -659,7 +663,7 @@ class ChannelServer:
         if at == end:
             end = conn.sock.recv_into(ahead)
             if not end:
-                self._close(conn, "")
+                self._close(conn, "", hung_up=True)
                 return 0
             at = 0
         begun, bulk, events, received = at, self._bulk, self._events, conn._received

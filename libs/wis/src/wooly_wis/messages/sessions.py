@@ -377,7 +377,8 @@ class SessionClosed(Message):
     """A session ended on its executor (event). `reason` is empty if the client closed the session normally.
 
     `contents`: the largest contents that the session shared, named as in `ExecutorHeartbeat.weights`. `passing`: nothing that the
-    session did is the reason, so it may go on in another executor. `epoch`: as in `HostSessionRequest`.
+    session did is the reason, so it may go on in another executor. `epoch`: as in `HostSessionRequest`. `hung_up`: the client's
+    system has closed the connection, as it does if the client's process ends.
     """
 
     session_id: SessionId
@@ -386,3 +387,4 @@ class SessionClosed(Message):
     contents: tuple[Digest, ...] = Field(default=(), max_length=1024)
     passing: bool = False
     epoch: int = Field(default=0, ge=0)
+    hung_up: bool = False
