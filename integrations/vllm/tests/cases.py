@@ -103,7 +103,9 @@ def model(folder):
 
 def several(folder, options):
     """A server with several devices."""
-    yield "greedy", tokens(engine(folder, **json.loads(options)))
+    llm = engine(folder, **json.loads(options))
+    yield "greedy", tokens(llm)
+    yield "graphs", llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name
 
 
 def chunked(folder):

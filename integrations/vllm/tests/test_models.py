@@ -67,7 +67,7 @@ def test_chunked_prefill_with_latent_attention_equals_transformers(stack, saved)
 def test_server_with_two_devices_equals_transformers(two_devices, model, kind):
     options = json.dumps({f"{kind}_parallel_size": 2})
     found = two_devices.cases(model, "several", options, WOOLYAI_GPU_COUNT="2")
-    assert found["greedy"] == continued(local(model), PROMPTS)
+    assert found["greedy"] == continued(local(model), PROMPTS) and found["graphs"] == "FULL_DECODE_ONLY"
 
 
 @pytest.mark.parametrize("form", random_models.FORMATS)

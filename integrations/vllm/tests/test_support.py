@@ -78,8 +78,8 @@ def test_configuration_without_model_is_checked():
     assert support.unsupported(config) == []
 
 
-def test_adapters_sleep_mode_and_several_devices_capture_no_graphs():
-    assert support.uncaptured(_config(tensor_parallel_size=2)) == "several devices"
+def test_adapters_and_sleep_mode_capture_no_graphs():
+    assert not support.uncaptured(_config(tensor_parallel_size=2, pipeline_parallel_size=2))
     assert not support.uncaptured(_config())
     assert support.uncaptured(_config(lora_config=object())) == "--enable-lora"
     assert support.uncaptured(_config(enable_sleep_mode=True)) == "--enable-sleep-mode"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 import vllm._custom_ops as compiled
 import vllm.compilation.cuda_graph as graphs
 import vllm.model_executor.model_loader.base_loader as loaders
+from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker import gpu_worker
@@ -53,11 +57,25 @@ def keep(tensors: Any) -> Any:
     return tensors
 
 
+@contextmanager
+def graph_capture(self: Any, context: Any = None) -> Iterator[Any]:
+    """Replaces `GroupCoordinator.graph_capture`: the stream on which graphs with a group's collectives are captured.
+
+    vLLM's function demands the communicator of CUDA, whose all-reduce of its own must know when a capture begins. Here, a capture
+    contains the collectives of torch.distributed.
+    """
+    context = context or parallel_state.GraphCaptureContext(torch.cuda.Stream())
+    context.stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(context.stream):
+        yield context
+
+
 def install() -> None:
     """Replace the functions. Calling it again changes nothing."""
     gpu_worker.kernel_warmup = warm_up
     gpu_worker.request_memory = request_memory
     graphs.weak_ref_tensors = keep
+    parallel_state.GroupCoordinator.graph_capture = graph_capture
     stopping.install()
     block_tables.install()
     cache_blocks.install()

@@ -113,16 +113,13 @@ def needs_fp8(config: Any) -> bool:
 def uncaptured(config: Any) -> str:
     """Why decode steps cannot be CUDA graphs; empty: they can.
 
-    A graph keeps its buffers. Sleep mode frees them, the adapters of a step are other operators than those of the next step, and
-    ranks must meet in the middle of a step.
+    A graph keeps its buffers. Sleep mode frees them, and the adapters of a step are other operators than those of the next step.
 
     Args:
         config: vLLM's configuration (`vllm.config.VllmConfig`).
     """
     if config.lora_config is not None:
         return "--enable-lora"
-    if _parallel(config, "tensor", "pipeline"):
-        return "several devices"
     return "--enable-sleep-mode" if config.model_config is not None and config.model_config.enable_sleep_mode else ""
 
 
