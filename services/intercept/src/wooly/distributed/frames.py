@@ -105,8 +105,8 @@ class FrameCarrier:
         together: lets the sessions of all ranks of the program go on elsewhere together; None: they do not.
         turns_from: of the group of all ranks at whose collectives the ranks take cuts together: what is added to the numbers of
             its collectives, so that they are larger than those of former groups. None: it is another group.
-        most: bytes of host memory that a collective may need, because several executors work on it. Larger ones are done in
-            rounds. None: any.
+        most: bytes of host memory that a collective may need, because several executors work on it, or may do so after a loss.
+            Larger ones are done in rounds. None: any.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class FrameCarrier:
 
     def carry(self, work: Work) -> None:
         """Send this rank's part."""
-        for part in (work,) if self._most is None else rounds(work, self._most):
+        for part in (work,) if self._most is None else rounds(work, self._most, self._rank, self._size):
             self._carry(part)
 
     def resend(self, captured: CapturedPart) -> None:

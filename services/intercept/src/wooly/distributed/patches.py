@@ -132,7 +132,9 @@ class Meeting:
                 found = together.form(name, [number for number, _, _ in said])
                 if first is not None:
                     together.lead(first)
-            most = _bytes_of_round(found)
+            most = _bytes_of_round(
+                found, always=True
+            )  # also if one executor has all ranks: after a loss, several may have them
             carrier = FrameCarrier(devices, link, name, rank, size, timeout_s, together, turns_from=first, most=most)
             carrier.form()
             return carrier, len({place["instance"] for place in found})
@@ -157,9 +159,11 @@ class Meeting:
         return carrier, len(places)
 
 
-def _bytes_of_round(places: Sequence[dict[str, Any]]) -> int | None:
-    """Bytes of host memory that a collective of ranks at these places may need; None: one executor, which needs none."""
-    if len({place["instance"] for place in places}) == 1:
+def _bytes_of_round(places: Sequence[dict[str, Any]], *, always: bool = False) -> int | None:
+    """Bytes of host memory that a collective of ranks at these places may need; None: one executor, which needs none, unless
+    `always`.
+    """
+    if not always and len({place["instance"] for place in places}) == 1:
         return None
     return min([int(place["bytes"]) for place in places])
 
