@@ -132,9 +132,8 @@ class Meeting:
                 found = together.form(name, [number for number, _, _ in said])
                 if first is not None:
                     together.lead(first)
-            most = _bytes_of_round(
-                found, always=True
-            )  # also if one executor has all ranks: after a loss, several may have them
+            # Also if one executor has all ranks: after a loss, several may have them.
+            most = _bytes_of_round(found, always=True)
             carrier = FrameCarrier(devices, link, name, rank, size, timeout_s, together, turns_from=first, most=most)
             carrier.form()
             return carrier, len({place["instance"] for place in found})
