@@ -70,6 +70,14 @@ def test_ranks_on_two_executors_go_on_after_the_loss_of_one(torchrun, expect, ho
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_ranks_that_replay_a_graph_with_collectives_go_on_after_a_loss(torchrun, expect, gpus):
+    found, said = torchrun("ranks.py", 14, gpus=gpus, LOSE="2,9", GRAPH="1", WOOLYAI_CHECKPOINT_S="0")
+    assert found == expect("ranks.py", 14, gpus=gpus, GRAPH="1")
+    assert said.count(GONE_ON) >= 4, said
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "gpus"), [(2, 1), (4, 1), (4, 2)])
 def test_ranks_that_share_executors_go_on_after_the_death_of_one(torchrun, expect, ranks, gpus):
     found, said = torchrun("ranks.py", 14, ranks=ranks, gpus=gpus, LOSE="0,7", WOOLYAI_CHECKPOINT_S="0")

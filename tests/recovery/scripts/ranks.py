@@ -2,6 +2,7 @@
 
 ranks.py STEPS     LOSE_RANK: the rank whose executor is lost at the steps in LOSE
                    AGAIN: the step at which the ranks make their groups again
+                   GRAPH: from the fifth step on, each step is a replay of a CUDA graph
                    LEAST_SHARE: least bytes of a share of a collective that is divided among executors
 """
 
@@ -40,10 +41,22 @@ torch.cuda.set_device(local_rank)
 torch.manual_seed(1 + rank)  # DDP gives all ranks the weights of the first one
 network = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(64), nn.Linear(64, 8)).to("cuda")
 model = DDP(network, device_ids=[local_rank])
-optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, capturable="GRAPH" in os.environ)
 data = torch.randn(512, 32)
 labels = torch.randint(0, 8, (512,))
 losses = []
+graph = None
+inputs, targets = torch.zeros(16, 32, device="cuda"), torch.zeros(16, dtype=torch.int64, device="cuda")
+
+
+def train(x, y):
+    loss = nn.functional.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
 for step in range(steps):
     if rank == int(os.environ.get("LOSE_RANK", "0")):
         losing.step(step)
@@ -53,10 +66,17 @@ for step in range(steps):
         model = DDP(network, device_ids=[local_rank])
     at = step * 16 % 496
     x, y = data[at : at + 16].to("cuda"), labels[at : at + 16].to("cuda")
-    loss = nn.functional.cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+    if "GRAPH" in os.environ and step == 4:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = train(inputs, targets)
+    if graph is None:
+        loss = train(x, y)
+    else:
+        inputs.copy_(x)
+        targets.copy_(y)
+        graph.replay()
+        loss = result
     if step % 5 == 0:
         both = loss.detach().clone()
         dist.all_reduce(both, group=pairs[rank // 2])
