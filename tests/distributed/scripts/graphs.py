@@ -58,9 +58,9 @@ def every_collective(x):
     return [*found, shared, exchanged, *parts, summed, other, taken, noisy]
 
 
-def capture(function, *inputs):
+def capture(function, *inputs, pool=None):
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         results = function(*inputs)
     return graph, results
 
@@ -105,6 +105,29 @@ for seed in range(3):
     values.copy_(numbers(40 + seed, 16, 64))
     deep.replay()
     assert torch.equal(result, chain(values, weight))
+
+pool, sizes, before = torch.cuda.graph_pool_handle(), (16, 9, 4, 12), torch.cuda.memory_allocated()
+inputs = [torch.zeros(n, 64, device="cuda") for n in sizes]
+pooled = [capture(chain, t, weight, pool=pool) for t in inputs]
+own = sum([t.nbytes for t in inputs]) + sum([t.nbytes for _, t in pooled])
+assert torch.cuda.memory_allocated() - before - own <= 4 * values.nbytes  # as the largest graph alone
+
+
+def around():
+    """A value that is needed before and behind a graph of the same pool, but not outside."""
+    hidden = torch.tanh(inputs[0])
+    pooled[0][0].replay()
+    return hidden + pooled[0][1]
+
+
+outside, both = capture(around, pool=pool)
+for seed in range(3):
+    for t, (graph_of, result) in zip(inputs, pooled, strict=True):
+        t.copy_(numbers(50 + seed, *t.shape))
+        graph_of.replay()
+        assert torch.equal(result, chain(t, weight))
+    outside.replay()
+    assert torch.equal(both, torch.tanh(inputs[0]) + chain(inputs[0], weight))
 
 deep.enable_debug_mode()
 with tempfile.NamedTemporaryFile("r") as file:

@@ -429,7 +429,7 @@ def reinterpret_bytes(
 class Lease:
     """Buffers without tensors. They are freed when this object is freed."""
 
-    __slots__ = ("_owners", "ids")
+    __slots__ = ("__weakref__", "_owners", "ids")
 
     def __init__(self, heap: Heap, sizes: Sequence[int]) -> None:
         #: One buffer id per entry of `sizes` (bytes).

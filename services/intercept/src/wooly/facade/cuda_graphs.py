@@ -31,7 +31,8 @@ _pools = itertools.count(1)
 def graph_pool_handle() -> tuple[int, int]:
     """`torch.cuda.graph_pool_handle`: a name for a pool.
 
-    The executor allocates the inner memory of a graph for each replay, so graphs share this memory with or without a pool.
+    The executor allocates the inner memory of a program for each replay, so graphs share this memory with or without a pool.
+    Graphs of one pool also share the memory of values that several of their programs use.
     """
     return 0, next(_pools)
 
@@ -109,10 +110,10 @@ class CUDAGraph:
                 "default stream.)"
             )
         devices = current_devices()
-        capture = GraphCapture(devices.recorders[devices.current], stream.stream_id, self._registered)
+        pool = (next(_pools), 0) if pool is None else pool
+        capture = GraphCapture(devices.recorders[devices.current], stream.stream_id, self._registered, pool)
         capture.begin()
-        self._capture = capture
-        self._pool = (next(_pools), 0) if pool is None else pool
+        self._capture, self._pool = capture, pool
 
     def capture_end(self) -> None:
         """End the capture.

@@ -7,7 +7,7 @@ wait, and their operations never become part of the graph.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NoReturn
 
 import torch
@@ -76,10 +76,11 @@ class GraphCapture:
         recorder: recorder of the device.
         stream_id: stream on which the capture began.
         registered: generators from which the graph draws, besides the device's default generator.
+        pool: name of the graph's pool.
     """
 
-    def __init__(self, recorder: Recorder, stream_id: int, registered: Sequence[Generator]) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder, stream_id: int, registered: Sequence[Generator], pool: Hashable) -> None:
+        self._recorder, self._pool = recorder, pool
         self._stream_id = stream_id
         self._thread = threading.get_ident()
         self._invalid = ""
@@ -153,7 +154,7 @@ class GraphCapture:
             if recorder.capture is not self:
                 raise NotConnectedError("the session ended while a CUDA graph was captured; capture the graph again")
             recorder.release_dead()
-            graph = build(recorder, recorder.end_capture(), self._draws, self._deaths, self._collectives)
+            graph = build(recorder, recorder.end_capture(), self._draws, self._deaths, self._collectives, self._pool)
             recorder.flush()
         finally:
             recorder.lock = self._lock.lock

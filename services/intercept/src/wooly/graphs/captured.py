@@ -7,11 +7,12 @@ before. Buffers that are needed one after the other, but not outside the graph, 
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from wooly_wis.codec import decode_form
 from wooly_wis.dtypes import DType
@@ -25,7 +26,10 @@ from wooly.interned_forms import InternedForm
 from wooly.origins import Origin, describe_origin
 from wooly.recorder import CapturedCollective, Recorder, Taken, Work
 from wooly.rng import CapturedDraws, captured_draws
-from wooly.storage import Keeper, Lease
+from wooly.storage import Heap, Keeper, Lease
+
+if TYPE_CHECKING:
+    from wooly.link import Link
 
 #: Bytes of an encoded program besides its forms and words, and of each form besides its canonical bytes, at most.
 _HEAD_BYTES, _FORM_BYTES = 64, 8
@@ -91,6 +95,45 @@ class Part(NamedTuple):
     bind: list[int]
     params: list[float | int]
     random: list[Draw]
+
+
+class Pool:
+    """Buffers that the graphs of one pool share on one device: those whose values nobody needs between two replays.
+
+    As under CUDA, graphs of one pool are not replayed at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[tuple[weakref.ref[Lease], int]] = []
+
+    def take(self, heap: Heap, sizes: Sequence[int], used: Collection[int]) -> tuple[list[Lease], set[int]]:
+        """Buffers of at least these sizes, for one graph.
+
+        Args:
+            heap: the device's storages.
+            sizes: bytes of each buffer.
+            used: buffers that the graph uses for something else.
+
+        Returns:
+            One lease of one buffer per size, and the buffers that are new.
+        """
+        free = [(lease, n) for ref, n in self._known if (lease := ref()) is not None and lease.ids[0] not in used]
+        found: dict[int, Lease] = {}
+        new: set[int] = set()
+        for k in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+            best = min([i for i, (_, n) in enumerate(free) if n >= sizes[k]], key=lambda i: free[i][1], default=None)
+            if best is not None:
+                found[k] = free.pop(best)[0]
+                continue
+            lease = found[k] = Lease(heap, [sizes[k]])
+            new.add(lease.ids[0])
+            self._known.append((weakref.ref(lease), sizes[k]))
+        self._known = [each for each in self._known if each[0]() is not None]
+        return [found[k] for k in range(len(sizes))], new
+
+
+#: By session, and by name and device: the pools of its graphs.
+_pools: weakref.WeakKeyDictionary[Link, dict[tuple[Hashable, int], Pool]] = weakref.WeakKeyDictionary()
 
 
 class CapturedGraph:
@@ -211,7 +254,8 @@ def build(
     taken: Taken,
     draws: Sequence[CapturedDraws],
     deaths: dict[int, int],
-    collectives: Sequence[Placed] = (),
+    collectives: Sequence[Placed],
+    pool: Hashable,
 ) -> CapturedGraph:
     """Make a graph of what was recorded, and record the allocation of its buffers. The caller holds the recorder's lock.
 
@@ -221,6 +265,7 @@ def build(
         draws: the draws of the capture.
         deaths: for buffers whose storage was freed during the capture, the entry of `Heap.dead`.
         collectives: the collectives of the capture, in order.
+        pool: name of the graph's pool.
     """
     heap = recorder.heap
     steps = _steps(recorder, taken)
@@ -231,12 +276,15 @@ def build(
     kept: list[object] = []
     crossing = [s for s in made if s in freed and s not in inner]
     same = _shared(steps, crossing, made, freed)
+    known: set[int] = set()
     if crossing:
         leased = [s for s in crossing if s not in same]
-        lease = Lease(heap, [steps[made[s]].info.nbytes for s in leased])
-        kept.append(lease)
-        for slot, buffer in zip(leased, lease.ids, strict=True):
-            bind[slot] = buffer
+        shared = _pools.setdefault(recorder.require_link(), {}).setdefault((pool, heap.index), Pool())
+        leases, new = shared.take(heap, [steps[made[s]].info.nbytes for s in leased], set(bind))
+        kept += leases
+        for slot, lease in zip(leased, leases, strict=True):
+            (bind[slot],) = lease.ids
+        known = {lease.ids[0] for lease in leases} - new
         for slot, other in same.items():
             bind[slot] = bind[other]
     outside = [s for s in range(len(bind)) if s not in inner]
@@ -258,7 +306,7 @@ def build(
     for _, collective, slots in collectives:
         collective.bind({buffer: bind[slot] for buffer, slot in slots.items()})
     for slot in made:
-        if slot not in inner and slot not in same:
+        if slot not in inner and slot not in same and bind[slot] not in known:
             step = steps[made[slot]]
             recorder.emit(step.form, [bind[slot]], step.where)
     writes = dict.fromkeys([t.slots[w] for t in steps for w in t.info.writes])
