@@ -84,11 +84,15 @@ def general(folder):
 
 def compared(folder, options="{}"):
     """The logarithms of the probabilities of prompts and answers, for comparison with another engine."""
-    llm = engine(folder, **json.loads(options))
+    yield from probabilities(engine(folder, **json.loads(options)))
+
+
+def probabilities(llm, lora_request=None):
     params = SamplingParams(
         temperature=0, max_tokens=8, logprobs=0, prompt_logprobs=0, ignore_eos=True, detokenize=False
     )
-    found = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
+    asked = [{"prompt_token_ids": p} for p in PROMPTS]
+    found = llm.generate(asked, params, use_tqdm=False, lora_request=lora_request)
     yield "tokens", [list(o.outputs[0].token_ids) for o in found]
     rows = [[*o.prompt_logprobs[1:], *o.outputs[0].logprobs] for o in found]
     yield "logprobs", [[{t: p.logprob for t, p in at.items()} for at in row] for row in rows]
@@ -132,6 +136,13 @@ def adapters(folder, *adapters):
     yield "base", tokens(llm)
     yield "first", tokens(llm, lora_request=first)
     yield "together", tokens(llm, lora_request=[first, second, first, second])
+
+
+def adapted(folder, options, *adapters):
+    """Four prompts in one batch: without an adapter, with the first one, with the second one, and with the first one."""
+    llm = engine(folder, enable_lora=True, max_loras=2, max_lora_rank=8, **json.loads(options))
+    first, second = [LoRARequest(f"adapter{k}", k, path) for k, path in enumerate(adapters, 1)]
+    yield from probabilities(llm, [None, first, second, first])
 
 
 def sleep(folder):

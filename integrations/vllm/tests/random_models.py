@@ -1,4 +1,4 @@
-"""Makes tiny models with random weights: mixtures of experts, latent attention, and quantised ones with their plain twins."""
+"""Makes tiny models with random weights: mixtures of experts, latent attention, states, quantised ones, and adapters."""
 
 import json
 import shutil
@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from integrations.vllm.tests import random_llama
 
 GROUP = 32
+#: Rank of adapters.
+RANK = 8
 #: Places of eight numbers in a word of AWQ's format.
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
@@ -215,3 +217,31 @@ def quantise(source, form, folder):
     save_file({k: v.contiguous() for k, v in stored.items()}, Path(folder) / "model.safetensors", {"format": "pt"})
     save_file({k: v.float().contiguous() for k, v in meant.items()}, plain / "model.safetensors", {"format": "pt"})
     _change_config(folder, quantization_config=config, dtype="float16")
+
+
+def adapt(source, folder, seed):
+    """Write an adapter of all layers of a model, also of its experts, to `folder`, and to `folder/merged` the adapted model."""
+    merged = Path(folder) / "merged"
+    merged.mkdir(parents=True)
+    for path in Path(source).iterdir():
+        if path.is_file() and path.name != "model.safetensors":
+            shutil.copy(path, merged)
+    torch.manual_seed(seed)
+    weights, parts = load_file(Path(source) / "model.safetensors"), {}
+    for name, weight in weights.items():
+        if name.endswith("_proj.weight") or ".experts." in name:
+            a, b = torch.randn(RANK, weight.shape[1]) / 8, torch.randn(weight.shape[0], RANK) / 50
+            key = f"base_model.model.{name.removesuffix('.weight')}"
+            parts |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
+            weights[name] = (weight + 2 * (b @ a)).contiguous()
+    save_file(parts, Path(folder) / "adapter_model.safetensors")
+    save_file(weights, merged / "model.safetensors", {"format": "pt"})
+    targets = sorted({key.split(".")[-3] for key in parts})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": RANK,
+        "lora_alpha": 2 * RANK,
+        "target_modules": targets,
+    }
+    (Path(folder) / "adapter_config.json").write_text(json.dumps(config))

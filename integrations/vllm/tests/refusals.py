@@ -59,6 +59,8 @@ def cases(folder, model):
     for name, (kind, of, more) in MODELS.items():
         yield name, {"model": saved(folder / name, kind, of, **more)}
     yield "adapters of experts", {"model": str(folder / "experts"), "enable_lora": True}
+    divided = {"fully_sharded_loras": True, "tensor_parallel_size": 2}
+    yield "divided adapters of experts", {"model": str(folder / "experts"), "enable_lora": True} | divided
     for name, how in QUANTISED.items():
         path = saved(folder / name, LlamaConfig, "LlamaForCausalLM", quantization_config=how)
         yield name, {"model": path, "dtype": "bfloat16"}

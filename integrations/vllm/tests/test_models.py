@@ -13,6 +13,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.connected, pytest.mark.timeout(1200)
 #: Formats that also round activations to eight bits. The others keep them.
 ROUNDED = ("fp8", "fp8-blocks", "compressed-int8", "compressed-fp8")
 
+#: For such a format or another: median of the differences, and what nine in ten do not exceed. A token whose experts are nearly
+#: equal may get other experts, which moves its probability much further.
+PRECISION = {True: (4e-3, 0.02), False: (2e-4, 1e-3)}
+
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
@@ -32,12 +36,12 @@ def local(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def differences(found, plain):
-    """Absolute differences of an engine's log probabilities from those of a model, in order of size."""
-    result = []
-    for prompt, tokens, rows in zip(PROMPTS, found["tokens"], found["logprobs"], strict=True):
+def differences(found, *models):
+    """Absolute differences of an engine's log probabilities from those of a model, or of one per prompt, in order of size."""
+    result, models = [], models if len(models) > 1 else models * len(PROMPTS)
+    for prompt, tokens, rows, model in zip(PROMPTS, found["tokens"], found["logprobs"], models, strict=True):
         with torch.no_grad():
-            want = plain(torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)
+            want = model(torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)
         result += [abs(p - want[at, int(t)].item()) for at, row in enumerate(rows) for t, p in row.items()]
     return sorted(result)
 
@@ -76,8 +80,7 @@ def test_quantised_weights_mean_what_their_format_says(stack, model, saved, tmp_
     random_models.quantise(model if name == "llama" else saved(name), form, tmp_path / form)
     found = stack.cases(tmp_path / form, "compared", json.dumps({"dtype": "float16"}))
     off = differences(found, local(tmp_path / form / "plain"))
-    # A token whose experts are nearly equal may get other experts, which moves its probability much further.
-    usual, most = (4e-3, 0.02) if form in ROUNDED else (2e-4, 1e-3)
+    usual, most = PRECISION[form in ROUNDED]
     assert off[len(off) // 2] < usual and off[int(len(off) * 0.9)] < most
 
 
@@ -87,3 +90,34 @@ def test_cache_of_eight_bits(stack, model, saved, name):
     options = {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}
     off = differences(stack.cases(folder, "compared", json.dumps(options)), local(folder))
     assert 1e-4 < off[len(off) // 2] < 4e-3 and off[int(len(off) * 0.9)] < 0.02
+
+
+def adapted(stack, folder, plain, tmp_path, options):
+    """What a server with two adapters gave for each prompt, and the models whose weights were changed by the adapters."""
+    for k in (1, 2):
+        random_models.adapt(plain, tmp_path / f"adapter{k}", k)
+    found = stack.cases(folder, "adapted", json.dumps(options), tmp_path / "adapter1", tmp_path / "adapter2")
+    base, first, second = local(plain), *(local(tmp_path / f"adapter{k}" / "merged") for k in (1, 2))
+    off = differences(found, base)
+    assert off[len(off) // 2] > 0.01  # the adapters matter
+    return found, [base, first, second, first]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3moe"])
+def test_adapters_of_experts_equal_changed_weights(stack, saved, tmp_path, name):
+    found, models = adapted(stack, saved(name), saved(name), tmp_path, {})
+    want = [continued(model, [prompt], 8)[0] for model, prompt in zip(models, PROMPTS, strict=True)]
+    assert found["tokens"] == want and differences(found, *models)[-1] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("llama", form) for form in ("awq", "gptq4", "fp8", "compressed-int8")]
+    + [("mixtral", form) for form in ("awq", "fp8", "compressed-int4")],
+)
+def test_adapters_over_quantised_weights_equal_changed_weights(stack, model, saved, tmp_path, name, form):
+    random_models.quantise(model if name == "llama" else saved(name), form, tmp_path / form)
+    found, models = adapted(stack, tmp_path / form, tmp_path / form / "plain", tmp_path, {"dtype": "float16"})
+    off = differences(found, *models)
+    usual, most = PRECISION[form in ROUNDED]
+    assert off[len(off) // 2] < usual and off[int(len(off) * 0.9)] < most

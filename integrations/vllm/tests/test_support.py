@@ -39,6 +39,7 @@ def test_plain_configuration_is_supported():
     assert support.unsupported(_config(is_hybrid=True, has_inner_state=True)) == []
     assert support.unsupported(_config(is_moe=True, quantization="auto_awq", cache_dtype="fp8")) == []
     assert support.unsupported(_config(speculative_config=SimpleNamespace(method="ngram"))) == []
+    assert support.unsupported(_config(is_moe=True, lora_config=SimpleNamespace(fully_sharded_loras=False))) == []
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,10 @@ def test_plain_configuration_is_supported():
         ({"quantization": "mxfp4"}, "quantised weights in other formats than AWQ"),
         ({"is_hybrid": True, "speculative_config": SimpleNamespace(method="ngram")}, "state per request"),
         ({"has_inner_state": True, "hf_text_config": SimpleNamespace(model_type="mamba")}, "the first form of Mamba"),
-        ({"is_moe": True, "lora_config": object()}, "adapters (--enable-lora) in mixtures of experts"),
+        (
+            {"is_moe": True, "tensor_parallel_size": 2, "lora_config": SimpleNamespace(fully_sharded_loras=True)},
+            "--fully-sharded-loras",
+        ),
         ({"hf_text_config": SimpleNamespace(index_topk=8)}, "sparse latent attention"),
         ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
         ({"cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype"),

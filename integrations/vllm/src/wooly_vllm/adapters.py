@@ -1,4 +1,4 @@
-"""LoRA adapters on the device, with PyTorch's operators: each adapter that a step uses is two matrix products per layer.
+"""LoRA adapters on the device: in each layer, two matrix products of PyTorch's per adapter that a step uses.
 
 vLLM's kernels for adapters read the addresses of the weights from memory, which Wooly does not allow (see `block_tables`).
 """
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+from wooly_vllm import expert_adapters
 
 
 class WoolyPunicaWrapper(PunicaWrapperCPU):  # type: ignore[misc] # vLLM has no stubs
@@ -55,3 +57,65 @@ class WoolyPunicaWrapper(PunicaWrapperCPU):  # type: ignore[misc] # vLLM has no 
         self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True, **kwargs: Any
     ) -> None:
         self._apply_expand(y, x, lora_b_stacked, 0, y.shape[-1], add_inputs)
+
+    def add_lora_logits(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: torch.Tensor,
+        lora_b_stacked: torch.Tensor,
+        scale: float,
+        **kwargs: Any,
+    ) -> None:
+        """Add the adapters' part to logits: those of each request's last token, or those of tokens of the batch's prompts."""
+        if x.shape[0] == self.indices_len[1] and x.untyped_storage().nbytes() == x.nbytes:
+            adapters = self.sampler_indices
+        else:  # rows of the batch's hidden states
+            first = x.storage_offset() // x.stride(0)
+            adapters = self.token_lora_indices[first : first + x.shape[0]]
+        for k, _ in self._used:
+            inner = (x @ lora_a_stacked[k, 0].to(x.dtype).t()) * scale
+            part = inner @ lora_b_stacked[k, 0].to(x.dtype).t()
+            y[:, : part.shape[1]] += part * (adapters == k).unsqueeze(-1)
+
+    def add_lora_w13(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        num_tokens: int,
+        top_k_num: int,
+        max_loras: int,
+        adapter_enabled: torch.Tensor,
+        *sizes: Any,
+        **kwargs: Any,
+    ) -> tuple[Any, None, None, None]:
+        """Add the adapters' part to the first products of experts. vLLM hands what it returns to `add_lora_w2`."""
+        if not self._used:
+            return None, None, None, None
+        by = expert_adapters.routes(
+            self.token_lora_indices, topk_ids, expert_map, adapter_enabled, lora_a_stacked[0].shape
+        )
+        expert_adapters.add(y.view(num_tokens, top_k_num, -1), x, lora_a_stacked, lora_b_stacked, by, top_k_num)
+        return by, None, None, None
+
+    def add_lora_w2(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        topk_weights: torch.Tensor,
+        sorted_token_ids_lora: Any,
+        *more: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Add the adapters' part to the second products of experts, with each expert's weight."""
+        if self._used:
+            expert_adapters.add(y, x, lora_a_stacked, lora_b_stacked, sorted_token_ids_lora, 1, topk_weights)

@@ -15,7 +15,15 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker import gpu_worker
 
-from wooly_vllm import block_tables, cache_blocks, facts, kernels, stopping, transfers
+from wooly_vllm import (
+    block_tables,
+    cache_blocks,
+    expert_adapters,
+    facts,
+    kernels,
+    stopping,
+    transfers,
+)
 
 
 def warm_up(worker: Any, *, process_local_only: bool = False) -> None:
@@ -80,6 +88,7 @@ def install() -> None:
     block_tables.install()
     cache_blocks.install()
     kernels.install()
+    expert_adapters.install()
     transfers.install()
     DefaultModelLoader.load_model = load_model
     if not facts.is_gpu():  # PyTorch's sort needs no compiler; compiling the kernel for a CPU takes a minute

@@ -71,8 +71,13 @@ _RULES: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "a cache of keys and values in another dtype than the model's (--kv-cache-dtype)",
     ),
     (
-        lambda c: c.lora_config is not None and bool(c.model_config and c.model_config.is_moe),
-        "adapters (--enable-lora) in mixtures of experts: the operators that sort adapters' tokens are compiled for CUDA",
+        lambda c: (
+            c.lora_config is not None
+            and _parallel(c, "tensor")
+            and c.lora_config.fully_sharded_loras
+            and c.model_config.is_moe
+        ),
+        "adapters that are divided among devices (--fully-sharded-loras) in mixtures of experts",
     ),
     (_speculation, "speculative decoding by other methods than ngram"),
     (
