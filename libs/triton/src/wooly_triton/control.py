@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from wooly_wis.languages import ForeignError
 
 from wooly_triton.ops import BITS, C_TYPE, is_float, unsigned
 from wooly_triton.text import Block, Op
 from wooly_triton.values import Value, scalar, splat
-from wooly_triton.writer import Writer
+from wooly_triton.writer import FIRST_JOINED, Writer
 
 
 class Control(Writer):
@@ -188,6 +190,7 @@ class Control(Writer):
         if not 1 <= len(op.regions) <= 2 or (len(op.regions) == 1 and op.results):
             raise ForeignError(f"{op.place}: it must have one or two regions, and two if it has results")
         rooms: list[Value] = []
+        joined: dict[int, int] = {}
         for k in range(len(op.regions)):
             block = self._region(op, k)
             self._out(f"if ({condition.uniform}) {{" if k == 0 else "} else {")
@@ -199,8 +202,30 @@ class Control(Writer):
                 raise ForeignError(f"{op.place}: the numbers of its values and results differ")
             self._inside(block)
             values = [self._value(n) for n in yields]
-            rooms = rooms or [self._room_like(v) for v in values]
+            if k == 0:
+                rooms = [self._room_like(v) for v in values]
+                joined = {i: self._joining(v.buffer) for i, v in enumerate(values) if v.buffer is not None}
+            else:
+                for i, join in list(joined.items()):
+                    if values[i].buffer in (None, rooms[i].buffer):
+                        del joined[i]
+                    else:
+                        self._join(join, values[i].buffer)
+                        values[i] = replace(values[i], buffer=rooms[i].buffer)
             self._copy(rooms, values, op)
         self._out("}")
-        for name, room in zip(op.results, rooms, strict=True):
-            self._values[name] = room
+        for i, (name, room) in enumerate(zip(op.results, rooms, strict=True)):
+            self._values[name] = replace(room, buffer=joined.get(i, room.buffer))
+
+    def _joining(self, buffer: int) -> int:
+        """Begin a buffer that is one of several, depending on a condition: here it is `buffer`. Return its number."""
+        join = FIRST_JOINED + len(self._joined)
+        self._joined[join] = set()
+        self._head.append(f"global uchar *a{join}; ulong n{join};")
+        self._join(join, buffer)
+        return join
+
+    def _join(self, join: int, buffer: int | None) -> None:
+        assert buffer is not None
+        self._joined[join] |= self._joined.get(buffer, {buffer})
+        self._out(f"a{join} = a{buffer}; n{join} = n{buffer};")

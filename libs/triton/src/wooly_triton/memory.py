@@ -42,9 +42,16 @@ class Memory(Writer):
         if pointer.buffer is None:
             raise ForeignError(f"{op.place}: {pointer.type} is not a pointer into a buffer of the launch")
         elem = pointer.type.elem
-        self._counts.add((pointer.buffer, elem))
-        memory = _STORED.get(elem, C_TYPE[elem])
-        return f"((global {memory} *)a{pointer.buffer})", memory, f"n{pointer.buffer}_{elem}"
+        memory, count = _STORED.get(elem, C_TYPE[elem]), f"n{pointer.buffer}_{elem}"
+        if pointer.buffer in self._joined:
+            count = f"(n{pointer.buffer} / {size_of(elem)})"
+        else:
+            self._counts.add((pointer.buffer, elem))
+        return f"((global {memory} *)a{pointer.buffer})", memory, count
+
+    def _write(self, buffer: int) -> None:
+        """Note that the kernel writes to a buffer."""
+        self._written |= self._joined.get(buffer, {buffer})
 
     def _row(self, pointer: Value) -> int:
         """Return the dimension along which the addresses are probably contiguous."""
@@ -207,7 +214,7 @@ class Memory(Writer):
         if v.type != replace(p.type, pointer=False) or (mask is not None and mask.type != Type("i1", p.type.shape)):
             raise ForeignError(f"{op.place}: {v.type} and its mask do not match {p.type}")
         assert p.buffer is not None
-        self._written.add(p.buffer)
+        self._write(p.buffer)
         place = self._place(op)
         self._force([x for x in self._pending if x not in v.late])
         if p.type.shape is None:
@@ -349,7 +356,7 @@ class Memory(Writer):
     ) -> None:
         assert p.buffer is not None
         if writes:
-            self._written.add(p.buffer)
+            self._write(p.buffer)
         place, t = self._place(op), replace(p.type, pointer=False)
         used = bool(op.results) and bool(self._names.uses[op.results[0]])
         if t.shape is None:

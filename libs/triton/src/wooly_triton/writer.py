@@ -34,6 +34,9 @@ _KEEPS_MEMORY: Final = frozenset(
     }
 )
 
+#: Number of the first buffer that is no argument of its own, but one of several: larger than the number of any argument.
+FIRST_JOINED: Final = 1 << 16
+
 
 class Writer:
     """Base of the classes that lower operations: holds the text so far, and the values of names."""
@@ -50,6 +53,8 @@ class Writer:
         self._tensor_bytes = 0
         self._counts: set[tuple[int, str]] = set()
         self._written: set[int] = set()
+        #: Buffers that are one of several arguments, depending on a condition: these arguments, by number of the buffer.
+        self._joined: dict[int, set[int]] = {}
         self._places: list[str] = []
         #: Arrays that have more than one name.
         self._shared: set[str] = set()

@@ -303,6 +303,36 @@ def shift_kernel(x_ptr, N: tl.constexpr):
     tl.store(x_ptr + n + 1, tl.load(x_ptr + n))
 
 
+@triton.jit
+def _move_one_of_two(x_ptr, y_ptr, a_ptr, b_ptr, first_ptr, n, BLOCK: tl.constexpr):
+    """Program k copies block k of `x` to `a`, or every second element of `y` to `b`."""
+    k = tl.program_id(0)
+    if tl.load(first_ptr + k) != 0:
+        source, target, step = x_ptr + k * BLOCK, a_ptr + k * BLOCK, 1
+    else:
+        source, target, step = y_ptr + 2 * k * BLOCK, b_ptr + k * BLOCK, 2
+    at = tl.arange(0, BLOCK)
+    tl.store(target + at, tl.load(source + at * step, mask=at < n, other=0.0), mask=at < n)
+
+
+def test_pointer_into_one_of_two_tensors():
+    x, y, first = torch.randn(64), torch.randn(128), torch.tensor([1, 0, 0, 1], dtype=torch.int32)
+    a, b = on(torch.zeros(64), torch.zeros(64))
+    _move_one_of_two[(4,)](*on(x, y), a, b, *on(first), 16, BLOCK=16)
+    by_block = first.bool()[:, None]
+    assert torch.equal(a.cpu(), torch.where(by_block, x.view(4, 16), 0.0).flatten())
+    assert torch.equal(b.cpu(), torch.where(by_block, 0.0, y[::2].view(4, 16)).flatten())
+
+
+@pytest.mark.parametrize(("first", "does"), [(1, "reads"), (0, "writes")])
+def test_pointer_into_one_of_two_tensors_is_compared_with_its_own(first, does):
+    """`x` is too short to be read in place of `y`, `b` too short to be written in place of `a`."""
+    x, y, a, b = on(torch.zeros(8), torch.zeros(32), torch.zeros(16), torch.zeros(8))
+    _move_one_of_two[(1,)](x, y, a, b, *on(torch.tensor([first], dtype=torch.int32)), 16, BLOCK=16)
+    with pytest.raises(RemoteOperationError, match=f"{does} beyond the buffer"):
+        torch.cuda.synchronize()
+
+
 def test_block_is_read_before_written():
     x = torch.arange(65.0)
     (d,) = on(x)
