@@ -27,7 +27,7 @@ _LINEAR = {
 }  # fmt: skip
 _EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
 #: Models with a state per request, which have no cached prefixes here.
-WITH_STATES = ("mamba2", "granite-hybrid", "qwen3next")
+WITH_STATES = ("mamba", "falcon-mamba", "jamba", "mamba2", "granite-hybrid", "qwen3next")
 #: For each model: the name of its class in Transformers, sizes beside those of the tiny Llama, and what only vLLM reads.
 MODELS = {
     "mixtral": ("Mixtral", _EXPERTS, {}),
@@ -45,6 +45,16 @@ MODELS = {
         "DeepseekV3",
         _LATENT | {"q_lora_rank": 24, "n_routed_experts": 8, "n_group": 2},
         {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    ),
+    "mamba": ("Mamba", {"state_size": 16}, {}),
+    "falcon-mamba": ("FalconMamba", {"state_size": 16}, {}),
+    "jamba": (
+        "Jamba",
+        {
+            "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+            "mamba_d_state": 16, "use_mamba_kernels": False,
+        },
+        {},
     ),
     "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 32}, {}),
     "granite-hybrid": (
@@ -72,7 +82,8 @@ def save(folder, name):
     torch.manual_seed(0)
     ends = {"bos_token_id": fast.bos_token_id, "eos_token_id": fast.eos_token_id, "max_position_embeddings": 2048}
     config = getattr(transformers, f"{kind}Config")(**{**random_llama.SIZES["tiny"], **ends, **sizes})
-    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model.save_pretrained(folder)
     _change_config(folder, **more)
 
 

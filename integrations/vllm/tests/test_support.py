@@ -50,7 +50,6 @@ def test_plain_configuration_is_supported():
         ({"tensor_parallel_size": 2, "enable_sleep_mode": True}, "sleep mode of a server with several devices"),
         ({"quantization": "mxfp4"}, "quantised weights in other formats than AWQ"),
         ({"is_hybrid": True, "speculative_config": SimpleNamespace(method="ngram")}, "state per request"),
-        ({"has_inner_state": True, "hf_text_config": SimpleNamespace(model_type="mamba")}, "the first form of Mamba"),
         (
             {"is_moe": True, "tensor_parallel_size": 2, "lora_config": SimpleNamespace(fully_sharded_loras=True)},
             "--fully-sharded-loras",

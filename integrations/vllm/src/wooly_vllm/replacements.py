@@ -21,6 +21,7 @@ from wooly_vllm import (
     expert_adapters,
     facts,
     kernels,
+    selective_scan,
     stopping,
     transfers,
 )
@@ -93,4 +94,5 @@ def install() -> None:
     DefaultModelLoader.load_model = load_model
     if not facts.is_gpu():  # PyTorch's sort needs no compiler; compiling the kernel for a CPU takes a minute
         topk_topp_sampler.HAS_TRITON = False
+    compiled.selective_scan_fwd = selective_scan.scan
     compiled.apply_repetition_penalties_cuda = compiled.apply_repetition_penalties_torch

@@ -12,8 +12,6 @@ from typing import Any
 TESTED = ("0.32",)
 #: Formats of quantised weights, as vLLM names them, whose kernels are Triton's or PyTorch's.
 QUANTISED = ("auto_awq", "awq", "auto_gptq", "gptq", "moe_wna16", "fp8", "compressed-tensors")
-#: Kinds of models, as Transformers names them, with the first form of Mamba.
-FIRST_MAMBA = ("mamba", "falcon_mamba", "jamba")
 #: Dtypes of the cache of keys and values, as vLLM names them.
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
 #: Attention backends, as vLLM names them.
@@ -48,10 +46,6 @@ _RULES: tuple[tuple[Callable[[Any], bool], str], ...] = (
         _quantisation,
         "quantised weights in other formats than AWQ, GPTQ, FP8 and compressed-tensors: their kernels are operators that vLLM "
         "compiled for CUDA, which need a GPU in this machine",
-    ),
-    (
-        lambda c: getattr(getattr(c.model_config, "hf_text_config", None), "model_type", "") in FIRST_MAMBA,
-        "the first form of Mamba: its scan is compiled for CUDA (Mamba 2 works)",
     ),
     (
         lambda c: c.speculative_config is not None and has_states(c),
