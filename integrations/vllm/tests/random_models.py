@@ -46,6 +46,11 @@ MODELS = {
         _LATENT | {"q_lora_rank": 24, "n_routed_experts": 8, "n_group": 2},
         {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     ),
+    "gpt-oss": (
+        "GptOss",
+        _EXPERTS | {"head_dim": 32, "sliding_window": 32, "max_position_embeddings": 131072},
+        {},
+    ),
     "mamba": ("Mamba", {"state_size": 16}, {}),
     "falcon-mamba": ("FalconMamba", {"state_size": 16}, {}),
     "jamba": (
@@ -83,6 +88,10 @@ def save(folder, name):
     ends = {"bos_token_id": fast.bos_token_id, "eos_token_id": fast.eos_token_id, "max_position_embeddings": 2048}
     config = getattr(transformers, f"{kind}Config")(**{**random_llama.SIZES["tiny"], **ends, **sizes})
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    if name == "gpt-oss":  # Transformers makes the biases 0
+        for key, parameter in model.named_parameters():
+            if key.endswith(("bias", "sinks")):
+                torch.nn.init.normal_(parameter, std=0.5)
     model.save_pretrained(folder)
     _change_config(folder, **more)
 
@@ -228,6 +237,42 @@ def quantise(source, form, folder):
     save_file({k: v.contiguous() for k, v in stored.items()}, Path(folder) / "model.safetensors", {"format": "pt"})
     save_file({k: v.float().contiguous() for k, v in meant.items()}, plain / "model.safetensors", {"format": "pt"})
     _change_config(folder, quantization_config=config, dtype="float16")
+
+
+def _mxfp4(weight):
+    """Weights `[experts, in, out]` as blocks of 32 numbers, their exponents, and the weights that they mean."""
+    groups = weight.transpose(1, 2).float().unflatten(-1, (-1, 32))
+    exponents = groups.abs().amax(-1).log2().floor() - 2
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    scaled = groups / exponents.exp2()[..., None]
+    numbers = (scaled.abs()[..., None] - values).abs().argmin(-1)
+    meant = (values[numbers] * scaled.sign() * exponents.exp2()[..., None]).flatten(-2).transpose(1, 2)
+    bits = numbers + 8 * (scaled < 0)
+    blocks = (bits[..., ::2] + 16 * bits[..., 1::2]).to(torch.uint8)
+    return {"blocks": blocks, "scales": (exponents + 127).to(torch.uint8)}, meant
+
+
+def pack_experts(source, folder):
+    """Write gpt-oss with experts in the format MXFP4 to `folder`, and to `folder/plain` with the weights that they mean."""
+    plain = Path(folder) / "plain"
+    plain.mkdir(parents=True)
+    for path in Path(source).iterdir():
+        if path.name != "model.safetensors":
+            shutil.copy(path, folder)
+            shutil.copy(path, plain)
+    stored, meant = {}, {}
+    for name, weight in load_file(Path(source) / "model.safetensors").items():
+        if name.endswith(("_up_proj", "down_proj")):
+            parts, meant[name] = _mxfp4(weight)
+            stored |= {f"{name}_{part}": value for part, value in parts.items()}
+        else:
+            stored[name] = meant[name] = weight.bfloat16()
+    save_file({k: v.contiguous() for k, v in stored.items()}, Path(folder) / "model.safetensors", {"format": "pt"})
+    save_file({k: v.float().contiguous() for k, v in meant.items()}, plain / "model.safetensors", {"format": "pt"})
+    others = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    _change_config(
+        folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": others}, dtype="bfloat16"
+    )
 
 
 def adapt(source, folder, seed):

@@ -31,6 +31,7 @@ QUANTISED = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
     "mxfp4": {"quant_method": "mxfp4"},
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8"},
 }
 #: Options of an engine for a plain model.
 OPTIONS = {

@@ -121,3 +121,13 @@ def test_adapters_over_quantised_weights_equal_changed_weights(stack, model, sav
     off = differences(found, *models)
     usual, most = PRECISION[form in ROUNDED]
     assert off[len(off) // 2] < usual and off[int(len(off) * 0.9)] < most
+
+
+def test_experts_of_four_bit_floats_mean_what_their_format_says(stack, saved, tmp_path):
+    random_models.pack_experts(saved("gpt-oss"), tmp_path / "packed")
+    found = stack.cases(tmp_path / "packed", "compared", json.dumps({"dtype": "bfloat16"}))
+    off = differences(found, local(tmp_path / "packed" / "plain"))
+    others = differences(found, local(saved("gpt-oss")))
+    assert (
+        off[len(off) // 2] < 4e-3 and off[int(len(off) * 0.9)] < 0.02 and others[len(off) // 2] > 2 * off[len(off) // 2]
+    )

@@ -114,6 +114,13 @@ def test_gated_activations(dtype):
     torch.testing.assert_close(out, (gate * (1.7 * gate).sigmoid() * (up + 1)).to(dtype))
 
 
+def test_gated_activation_of_gpt_oss():
+    x, out = drawn(1, 5, 16) * 9, torch.empty(5, 8)
+    PLAIN.swigluoai_and_mul(out, x)
+    gate, up = x[:, ::2].clamp(max=7), x[:, 1::2].clamp(-7, 7)
+    torch.testing.assert_close(out, gate * (1.702 * gate).sigmoid() * (up + 1))
+
+
 def nearest_fp8(values):
     return values.clamp(-448, 448).to(torch.float8_e4m3fn).float()
 

@@ -48,7 +48,7 @@ def test_plain_configuration_is_supported():
         ({"data_parallel_size": 2}, "data or context parallelism"),
         ({"decode_context_parallel_size": 2}, "data or context parallelism"),
         ({"tensor_parallel_size": 2, "enable_sleep_mode": True}, "sleep mode of a server with several devices"),
-        ({"quantization": "mxfp4"}, "quantised weights in other formats than AWQ"),
+        ({"quantization": "modelopt"}, "quantised weights in other formats than AWQ"),
         ({"is_hybrid": True, "speculative_config": SimpleNamespace(method="ngram")}, "state per request"),
         (
             {"is_moe": True, "tensor_parallel_size": 2, "lora_config": SimpleNamespace(fully_sharded_loras=True)},
@@ -67,7 +67,9 @@ def test_unsupported_part_is_named(changed, words):
 
 
 def test_unsupported_parts_are_all_named():
-    assert len(support.unsupported(_config(quantization="mxfp4", enable_prompt_embeds=True, data_parallel_size=4))) == 3
+    assert (
+        len(support.unsupported(_config(quantization="modelopt", enable_prompt_embeds=True, data_parallel_size=4))) == 3
+    )
 
 
 def test_need_of_8_bit_floats():

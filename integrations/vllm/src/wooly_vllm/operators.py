@@ -185,6 +185,14 @@ def _gelu_tanh_and_mul(out: Tensor, input: Tensor) -> None:
     torch.mul(F.gelu(gate, approximate="tanh"), up, out=out)
 
 
+@_operator("_C::swigluoai_and_mul(Tensor! out, Tensor input, float alpha=1.702, float limit=7.0) -> ()")
+def _swigluoai_and_mul(out: Tensor, input: Tensor, alpha: float = 1.702, limit: float = 7.0) -> None:
+    """The activation of gpt-oss. Gates and values take turns."""
+    gate, up = input.float().unflatten(-1, (-1, 2)).unbind(-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    out.copy_(gate * torch.sigmoid(alpha * gate) * (up + 1))
+
+
 @_operator("_C::gptq_shuffle(Tensor! q_weight, int bit) -> ()")
 def _gptq_shuffle(q_weight: Tensor, bit: int) -> None:
     """Leave weights in the order of their file, which `gptq_gemm` here reads. vLLM's kernel wants them in another one."""

@@ -21,6 +21,7 @@ from wooly_vllm import (
     expert_adapters,
     facts,
     kernels,
+    mxfp4,
     selective_scan,
     stopping,
     transfers,
@@ -90,6 +91,7 @@ def install() -> None:
     cache_blocks.install()
     kernels.install()
     expert_adapters.install()
+    mxfp4.install()
     transfers.install()
     DefaultModelLoader.load_model = load_model
     if not facts.is_gpu():  # PyTorch's sort needs no compiler; compiling the kernel for a CPU takes a minute

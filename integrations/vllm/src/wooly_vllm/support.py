@@ -11,7 +11,7 @@ from typing import Any
 #: Releases of vLLM, by the first two numbers of their version, that the tests have run with.
 TESTED = ("0.32",)
 #: Formats of quantised weights, as vLLM names them, whose kernels are Triton's or PyTorch's.
-QUANTISED = ("auto_awq", "awq", "auto_gptq", "gptq", "moe_wna16", "fp8", "compressed-tensors")
+QUANTISED = ("auto_awq", "awq", "auto_gptq", "gptq", "moe_wna16", "fp8", "compressed-tensors", "mxfp4", "gpt_oss_mxfp4")
 #: Dtypes of the cache of keys and values, as vLLM names them.
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
 #: Attention backends, as vLLM names them.
@@ -44,8 +44,8 @@ _RULES: tuple[tuple[Callable[[Any], bool], str], ...] = (
     ),
     (
         _quantisation,
-        "quantised weights in other formats than AWQ, GPTQ, FP8 and compressed-tensors: their kernels are operators that vLLM "
-        "compiled for CUDA, which need a GPU in this machine",
+        "quantised weights in other formats than AWQ, GPTQ, FP8, MXFP4 and compressed-tensors: their kernels are operators that "
+        "vLLM compiled for CUDA, which need a GPU in this machine",
     ),
     (
         lambda c: c.speculative_config is not None and has_states(c),
