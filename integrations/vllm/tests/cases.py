@@ -18,7 +18,13 @@ from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 PROMPTS = [list(range(k, 9 * k)) for k in (1, 2, 3, 4)]
 #: Prompts that begin with the same hundred tokens.
 ALIKE = [[*range(1, 101), k, k + 1] for k in range(3)]
+#: The same with two hundred tokens, more than a block of a model with states has.
+LONG = [[*range(1, 201), k, k + 1] for k in range(3)]
+#: Tokens of answers with few different tokens, in which drafts of n-grams are often right.
+LETTERS = [3, 4, 9]
 NEW_TOKENS = 16
+
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
 def engine(folder, **more):
@@ -87,14 +93,14 @@ def compared(folder, options="{}"):
     yield from probabilities(engine(folder, **json.loads(options)))
 
 
-def probabilities(llm, lora_request=None):
-    params = SamplingParams(
-        temperature=0, max_tokens=8, logprobs=0, prompt_logprobs=0, ignore_eos=True, detokenize=False
-    )
-    asked = [{"prompt_token_ids": p} for p in PROMPTS]
+def probabilities(llm, prompts=PROMPTS, lora_request=None, **sampling):
+    """Without `sampling`, also of the tokens of prompts, which are computed without cached prefixes then."""
+    wanted = {"temperature": 0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True, "detokenize": False}
+    params = SamplingParams(**wanted, prompt_logprobs=0) if not sampling else SamplingParams(**wanted | sampling)
+    asked = [{"prompt_token_ids": p} for p in prompts]
     found = llm.generate(asked, params, use_tqdm=False, lora_request=lora_request)
     yield "tokens", [list(o.outputs[0].token_ids) for o in found]
-    rows = [[*o.prompt_logprobs[1:], *o.outputs[0].logprobs] for o in found]
+    rows = [[*(o.prompt_logprobs or ())[1:], *o.outputs[0].logprobs] for o in found]
     yield "logprobs", [[{t: p.logprob for t, p in at.items()} for at in row] for row in rows]
 
 
@@ -103,6 +109,18 @@ def model(folder):
     yield "greedy", tokens(llm)
     yield "alike", [tokens(llm, [p])[0] for p in ALIKE]
     yield "prefix", counted(llm, "vllm:prefix_cache_hits")
+
+
+def states(folder, options):
+    """Long prompts with a common begin, one after the other, then with others; answers of few tokens, which begin new blocks."""
+    llm = engine(folder, disable_log_stats=False, **json.loads(options))
+    few = {"max_tokens": 48, "allowed_token_ids": LETTERS}
+    alone = [dict(probabilities(llm, prompts=[p], **few)) for p in LONG]
+    together = dict(probabilities(llm, prompts=[*PROMPTS, *LONG], **few))
+    for name in ("tokens", "logprobs"):
+        yield name, [*(one[name][0] for one in alone), *together[name]]
+    names = "vllm:prefix_cache_hits", "vllm:spec_decode_num_accepted_tokens"
+    yield "counted", counted(llm, *names)
 
 
 def several(folder, options):
@@ -118,8 +136,7 @@ def chunked(folder):
 
 
 def speculative(folder):
-    ngrams = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    llm = engine(folder, speculative_config=ngrams, disable_log_stats=False)
+    llm = engine(folder, speculative_config=NGRAMS, disable_log_stats=False)
     yield "greedy", tokens(llm)
     yield "accepted", counted(llm, "vllm:spec_decode_num_accepted_tokens")
 
@@ -142,7 +159,7 @@ def adapted(folder, options, *adapters):
     """Four prompts in one batch: without an adapter, with the first one, with the second one, and with the first one."""
     llm = engine(folder, enable_lora=True, max_loras=2, max_lora_rank=8, **json.loads(options))
     first, second = [LoRARequest(f"adapter{k}", k, path) for k, path in enumerate(adapters, 1)]
-    yield from probabilities(llm, [None, first, second, first])
+    yield from probabilities(llm, lora_request=[None, first, second, first])
 
 
 def sleep(folder):

@@ -26,7 +26,7 @@ _LINEAR = {
     "linear_conv_kernel_dim": 4, "head_dim": 32,
 }  # fmt: skip
 _EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
-#: Models with a state per request, which have no cached prefixes here.
+#: Models with a state per request.
 WITH_STATES = ("mamba", "falcon-mamba", "jamba", "mamba2", "granite-hybrid", "qwen3next")
 #: For each model: the name of its class in Transformers, sizes beside those of the tiny Llama, and what only vLLM reads.
 MODELS = {

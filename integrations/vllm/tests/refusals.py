@@ -59,6 +59,9 @@ def cases(folder, model):
     """For each case: the options of the engine."""
     for name, (kind, of, more) in MODELS.items():
         yield name, {"model": saved(folder / name, kind, of, **more)}
+    ngrams = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    for name in ("mamba", "hybrid"):
+        yield f"speculation of {name}", {"model": str(folder / name), "speculative_config": ngrams}
     yield "adapters of experts", {"model": str(folder / "experts"), "enable_lora": True}
     divided = {"fully_sharded_loras": True, "tensor_parallel_size": 2}
     yield "divided adapters of experts", {"model": str(folder / "experts"), "enable_lora": True} | divided

@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM
 pytestmark = [pytest.mark.slow, pytest.mark.connected, pytest.mark.timeout(1200)]
 PROMPTS = [list(range(k, 9 * k)) for k in (1, 2, 3, 4)]
 ALIKE = [[*range(1, 101), k, k + 1] for k in range(3)]
+LONG = [[*range(1, 201), k, k + 1] for k in range(3)]
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from integrations.vllm.tests import random_models
-from integrations.vllm.tests.test_generate import ALIKE, PROMPTS, continued
+from integrations.vllm.tests.test_generate import ALIKE, LONG, NGRAMS, PROMPTS, continued
 
 pytestmark = [pytest.mark.slow, pytest.mark.connected, pytest.mark.timeout(1200)]
 #: Formats that also round activations to eight bits. The others keep them.
@@ -51,8 +51,37 @@ def test_experts_latent_attention_and_states_equal_transformers(stack, saved, na
     found, plain = stack.cases(saved(name), "model"), local(saved(name))
     assert found["greedy"] == continued(plain, PROMPTS)
     assert found["alike"] == continued(plain, ALIKE)
-    hits = found["prefix"]["vllm:prefix_cache_hits"]
-    assert hits == 0 if name in random_models.WITH_STATES else hits >= 2 * 96
+    assert name in random_models.WITH_STATES or found["prefix"]["vllm:prefix_cache_hits"] >= 2 * 96
+
+
+def off_answers(found, plain, prompts):
+    """Absolute differences of log probabilities of answers from those of a model that computes each answer at once."""
+    result = []
+    for prompt, tokens, rows in zip(prompts, found["tokens"], found["logprobs"], strict=True):
+        with torch.no_grad():
+            want = plain(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 :].log_softmax(-1)
+        result += [abs(row[str(t)] - want[at, t].item()) for at, (t, row) in enumerate(zip(tokens, rows, strict=True))]
+    return sorted(result)
+
+
+@pytest.mark.parametrize("runner", ["1", "0"], ids=["runner-v2", "runner-v1"])
+@pytest.mark.parametrize("how", ["cached", "speculation", "cached-speculation"])
+@pytest.mark.parametrize("name", ["mamba2", "granite-hybrid"])
+def test_cached_prefixes_and_speculation_with_states_equal_transformers(stack, saved, name, how, runner):
+    options = {"enable_prefix_caching": "cached" in how}
+    if "speculation" in how:
+        options["speculative_config"] = NGRAMS
+    found = stack.cases(saved(name), "states", json.dumps(options), VLLM_USE_V2_MODEL_RUNNER=runner)
+    assert off_answers(found, local(saved(name)), [*LONG, *PROMPTS, *LONG])[-1] < 1e-4
+    assert (found["counted"]["vllm:prefix_cache_hits"] >= 5 * 192) == ("cached" in how)
+    assert (found["counted"].get("vllm:spec_decode_num_accepted_tokens", 0) > 100) == ("speculation" in how)
+
+
+@pytest.mark.parametrize("name", ["mamba", "jamba"])
+def test_cached_prefixes_of_the_first_mamba_equal_transformers(stack, saved, name):
+    found = stack.cases(saved(name), "states", json.dumps({"enable_prefix_caching": True}))
+    assert off_answers(found, local(saved(name)), [*LONG, *PROMPTS, *LONG])[-1] < 1e-4
+    assert found["counted"]["vllm:prefix_cache_hits"] >= 5 * 192
 
 
 def test_linear_attention_is_near_transformers(stack, saved):
@@ -60,6 +89,16 @@ def test_linear_attention_is_near_transformers(stack, saved):
     folder = saved("qwen3next")
     off = differences(stack.cases(folder, "compared", json.dumps({"dtype": "bfloat16"})), local(folder))
     assert off[len(off) // 2] < 2e-3 and off[int(len(off) * 0.9)] < 0.01
+
+
+def test_cached_prefixes_and_speculation_with_linear_attention_are_near_transformers(stack, saved):
+    folder = saved("qwen3next")
+    options = {"dtype": "bfloat16", "enable_prefix_caching": True, "speculative_config": NGRAMS}
+    found = stack.cases(folder, "states", json.dumps(options))
+    off = off_answers(found, local(folder), [*LONG, *PROMPTS, *LONG])
+    assert off[len(off) // 2] < 2e-3 and off[int(len(off) * 0.9)] < 0.01
+    assert found["counted"]["vllm:prefix_cache_hits"] >= 5 * 192
+    assert found["counted"]["vllm:spec_decode_num_accepted_tokens"] > 100
 
 
 def test_chunked_prefill_with_latent_attention_equals_transformers(stack, saved):

@@ -9,6 +9,8 @@ NAMED = {
     "mamba": None,
     "hybrid": None,
     "latent attention": None,
+    "speculation of mamba": ["speculative decoding of the first form of Mamba"],
+    "speculation of hybrid": None,
     "adapters of experts": None,
     "divided adapters of experts": ["--fully-sharded-loras", "mixtures of experts"],
     "awq": None,

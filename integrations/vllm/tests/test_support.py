@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 from wooly_vllm import support
 
+NGRAM = SimpleNamespace(method="ngram")
+
 
 def _config(**changed):
     model = {
@@ -21,13 +23,20 @@ def _config(**changed):
     parallel = {
         f"{name}_parallel_size": 1 for name in ("tensor", "pipeline", "data", "prefill_context", "decode_context")
     }
-    alone = {"cache_dtype": "auto", "speculative_config": None, "kv_transfer_config": None, "lora_config": None}
+    alone = {
+        "cache_dtype": "auto",
+        "use_v2_model_runner": True,
+        "speculative_config": None,
+        "kv_transfer_config": None,
+        "lora_config": None,
+    }
     parts = alone | model | parallel | changed
     return SimpleNamespace(
         model_config=SimpleNamespace(**{name: parts[name] for name in model}),
         parallel_config=SimpleNamespace(**{name: parts[name] for name in parallel}),
         cache_config=SimpleNamespace(cache_dtype=parts["cache_dtype"]),
         speculative_config=parts["speculative_config"],
+        use_v2_model_runner=parts["use_v2_model_runner"],
         kv_transfer_config=parts["kv_transfer_config"],
         lora_config=parts["lora_config"],
     )
@@ -38,7 +47,10 @@ def test_plain_configuration_is_supported():
     assert support.unsupported(_config(tensor_parallel_size=2, pipeline_parallel_size=2)) == []
     assert support.unsupported(_config(is_hybrid=True, has_inner_state=True)) == []
     assert support.unsupported(_config(is_moe=True, quantization="auto_awq", cache_dtype="fp8")) == []
-    assert support.unsupported(_config(speculative_config=SimpleNamespace(method="ngram"))) == []
+    assert support.unsupported(_config(speculative_config=NGRAM)) == []
+    assert support.unsupported(_config(speculative_config=NGRAM, is_hybrid=True, has_inner_state=True)) == []
+    mamba = {"has_inner_state": True, "hf_text_config": SimpleNamespace(model_type="mamba")}
+    assert support.unsupported(_config(**mamba, quantization="gpt_oss_mxfp4")) == []
     assert support.unsupported(_config(is_moe=True, lora_config=SimpleNamespace(fully_sharded_loras=False))) == []
 
 
@@ -49,7 +61,11 @@ def test_plain_configuration_is_supported():
         ({"decode_context_parallel_size": 2}, "data or context parallelism"),
         ({"tensor_parallel_size": 2, "enable_sleep_mode": True}, "sleep mode of a server with several devices"),
         ({"quantization": "modelopt"}, "quantised weights in other formats than AWQ"),
-        ({"is_hybrid": True, "speculative_config": SimpleNamespace(method="ngram")}, "state per request"),
+        (
+            {"speculative_config": NGRAM, "hf_text_config": SimpleNamespace(model_type="jamba"), "is_hybrid": True},
+            "the first form of Mamba",
+        ),
+        ({"speculative_config": NGRAM, "has_inner_state": True, "use_v2_model_runner": False}, "model runner V1"),
         (
             {"is_moe": True, "tensor_parallel_size": 2, "lora_config": SimpleNamespace(fully_sharded_loras=True)},
             "--fully-sharded-loras",

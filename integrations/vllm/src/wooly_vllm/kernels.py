@@ -62,5 +62,8 @@ def install() -> None:
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.OOT] = [linear.TritonFp8BlockScaledMMKernel]
     unquantized._get_priority_backends = lambda moe_config: [unquantized.UnquantizedMoeBackend.TRITON]
     os.environ.setdefault("VLLM_USE_TRITON_AWQ", "1")
+    os.environ["VLLM_GDN_DECODE_KERNEL"] = (
+        "triton"  # of gated delta rules; vLLM thinks that this platform has the one for CUDA
+    )
     # vLLM takes its kernel in Triton for experts in AWQ's layout where the one for CUDA does not fit.
     auto_awq.check_moe_marlin_supports_layer = lambda *layer, **options: False

@@ -139,11 +139,6 @@ class WoolyPlatform(Platform):  # type: ignore[misc] # vLLM has no stubs
         compilation.mode = CompilationMode.NONE
         if compilation.cudagraph_mode is None:
             compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
-        cache = vllm_config.cache_config
-        if support.has_states(vllm_config) and cache.enable_prefix_caching:
-            log.info("prefix caching is off: the kernels that copy states of requests read addresses of tensors")
-            cache.enable_prefix_caching, cache.mamba_cache_mode = False, "none"
-            cache.mamba_block_size = vllm_config.model_config.max_model_len
 
     @classmethod
     def opaque_attention_op(cls) -> bool:

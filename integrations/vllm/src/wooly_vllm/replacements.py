@@ -23,6 +23,7 @@ from wooly_vllm import (
     kernels,
     mxfp4,
     selective_scan,
+    states,
     stopping,
     transfers,
 )
@@ -89,6 +90,7 @@ def install() -> None:
     stopping.install()
     block_tables.install()
     cache_blocks.install()
+    states.install()
     kernels.install()
     expert_adapters.install()
     mxfp4.install()

@@ -12,6 +12,8 @@ from typing import Any
 TESTED = ("0.32",)
 #: Formats of quantised weights, as vLLM names them, whose kernels are Triton's or PyTorch's.
 QUANTISED = ("auto_awq", "awq", "auto_gptq", "gptq", "moe_wna16", "fp8", "compressed-tensors", "mxfp4", "gpt_oss_mxfp4")
+#: Kinds of models, as Transformers names them, with the first form of Mamba.
+FIRST_MAMBA = ("mamba", "falcon_mamba", "jamba")
 #: Dtypes of the cache of keys and values, as vLLM names them.
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
 #: Attention backends, as vLLM names them.
@@ -48,11 +50,6 @@ _RULES: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "vLLM compiled for CUDA, which need a GPU in this machine",
     ),
     (
-        lambda c: c.speculative_config is not None and has_states(c),
-        "speculative decoding of models with a state per request (Mamba and hybrids): the kernels that copy states read "
-        "addresses of tensors from memory",
-    ),
-    (
         lambda c: hasattr(getattr(c.model_config, "hf_text_config", None), "index_topk"),
         "sparse latent attention (DeepSeek from V3.2 on): its kernels are compiled for CUDA",
     ),
@@ -73,6 +70,21 @@ _RULES: tuple[tuple[Callable[[Any], bool], str], ...] = (
         ),
         "adapters that are divided among devices (--fully-sharded-loras) in mixtures of experts",
     ),
+    (
+        lambda c: (
+            c.speculative_config is not None
+            and getattr(getattr(c.model_config, "hf_text_config", None), "model_type", "") in FIRST_MAMBA
+        ),
+        "speculative decoding of the first form of Mamba: vLLM keeps no state for each token of a draft (Mamba 2 works)",
+    ),
+    (
+        lambda c: (
+            c.speculative_config is not None
+            and bool(c.model_config and c.model_config.has_inner_state and not c.model_config.is_hybrid)
+            and not c.use_v2_model_runner
+        ),
+        "speculative decoding of Mamba by vLLM's model runner V1, which does not count accepted tokens for it (V2 works)",
+    ),
     (_speculation, "speculative decoding by other methods than ngram"),
     (
         lambda c: c.kv_transfer_config is not None,
@@ -88,15 +100,6 @@ def unsupported(config: Any) -> list[str]:
         config: vLLM's configuration (`vllm.config.VllmConfig`).
     """
     return [text for uses, text in _RULES if uses(config)]
-
-
-def has_states(config: Any) -> bool:
-    """Whether a model keeps a state per request: Mamba, linear attention, and hybrids of them.
-
-    Args:
-        config: vLLM's configuration (`vllm.config.VllmConfig`).
-    """
-    return bool(config.model_config and (config.model_config.is_hybrid or config.model_config.has_inner_state))
 
 
 def needs_fp8(config: Any) -> bool:
