@@ -6,6 +6,7 @@ import re
 import pytest
 
 from integrations.vllm.tests import random_models
+from integrations.vllm.tests.test_generate import NGRAMS
 
 pytestmark = [pytest.mark.slow, pytest.mark.connected, pytest.mark.timeout(3000)]
 TARGETS = ("cuda:sm_90", "hip:gfx942")
@@ -13,7 +14,7 @@ TARGETS = ("cuda:sm_90", "hip:gfx942")
 EXPECTED = {
     "kernel_unified_attention", "reshape_and_cache_kernel_flash", "fused_moe_kernel", "fused_moe_kernel_gptq_awq",
     "_per_token_quant_int8", "_w8a8_triton_block_scaled_mm", "awq_gemm_kernel", "_fwd_grouped_kernel_stage1",
-    "merge_attn_states_kernel",
+    "merge_attn_states_kernel", "_copy", "_choose", "_scan", "_make_whole",
 }  # fmt: skip
 
 
@@ -26,10 +27,15 @@ def launched(stack, model, tmp_path_factory):
     stack.cases(model, "speculative", **cache)
     eight = json.dumps({"dtype": "bfloat16", "kv_cache_dtype": "fp8"})
     stack.cases(model, "compared", eight, **cache)
-    for name in ("mixtral", "deepseek2", "granite-hybrid", "qwen3next"):
+    for name in ("mixtral", "deepseek2", "granite-hybrid", "qwen3next", "mamba", "gpt-oss"):
         random_models.save(folder / name, name)
-    stack.cases(folder / "granite-hybrid", "compared", **cache)
+    speculates = {"enable_prefix_caching": True, "speculative_config": NGRAMS}
+    stack.cases(folder / "granite-hybrid", "states", json.dumps(speculates), **cache)
+    stack.cases(folder / "qwen3next", "states", json.dumps({"dtype": "bfloat16"} | speculates), **cache)
     stack.cases(folder / "qwen3next", "compared", json.dumps({"dtype": "bfloat16"}), **cache)
+    stack.cases(folder / "mamba", "compared", **cache)
+    random_models.pack_experts(folder / "gpt-oss", folder / "packed")
+    stack.cases(folder / "packed", "compared", json.dumps({"dtype": "bfloat16"}), **cache)
     stack.cases(folder / "deepseek2", "model", **cache)
     stack.cases(folder / "deepseek2", "compared", eight, **cache)
     for form in ("awq", "gptq8", "fp8-blocks", "compressed-int4", "compressed-int8"):

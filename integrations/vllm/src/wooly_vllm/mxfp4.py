@@ -1,28 +1,44 @@
-"""Experts with weights of four bits in the format MXFP4 (gpt-oss): made whole by PyTorch's operators in each step.
+"""Experts with weights of four bits in the format MXFP4 (gpt-oss): a kernel in Triton makes them whole in each step.
 
 vLLM's emulation does the same with a library of AMD's, which needs a GPU in this machine.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 import vllm.model_executor.layers.fused_moe.experts.ocp_mx_emulation_moe as emulation
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.oracle import mxfp4
 
-#: What the numbers 0 to 7 mean; the highest bit is the sign.
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-#: Numbers that have a common scale.
-GROUP = 32
+#: Bytes, of two numbers each, that have a common scale; groups that a program computes.
+GROUP, GROUPS = 16, 64
 
 
-@functools.cache
-def _meanings(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What each number means, on a device. It is sent once, because a graph cannot send it."""
-    return torch.tensor([sign * value for sign in (1, -1) for value in _VALUES], dtype=dtype, device=device)
+# Triton refuses annotations of types.
+@triton.jit
+def _value(number, scale):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+    """What numbers of four bits mean: a sign, two bits of an exponent, and one bit of a fraction. 0 and 1 have no exponent."""
+    exponent, fraction = (number >> 1) & 3, number & 1
+    quarters = tl.where(exponent > 0, (2 + fraction) << exponent, 2 * fraction)
+    return tl.where(number >= 8, -quarters, quarters).to(tl.float32) * 0.25 * scale
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _make_whole(packed, scales, out, groups, GROUP: tl.constexpr, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+    """Program k computes `GROUPS` groups."""
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    inside = (group < groups)[:, None]
+    at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    byte = tl.load(packed + at, mask=inside, other=0).to(tl.int32)
+    power = tl.load(scales + group, mask=group < groups, other=0).to(tl.int32)
+    scale = (power << 23).to(tl.float32, bitcast=True)[:, None]
+    both = tl.interleave(_value(byte & 15, scale), _value(byte >> 4, scale))
+    to = group[:, None] * (2 * GROUP) + tl.arange(0, 2 * GROUP)[None, :]
+    tl.store(out + to, both.to(out.dtype.element_ty), mask=inside)
 
 
 def whole(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -33,11 +49,12 @@ def whole(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         scales: exponents of two, plus 127 `[…, n / 32]`.
         dtype: dtype of the result `[…, n]`.
     """
-    values = _meanings(dtype, packed.device)
-    numbers = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).int()
-    by_group = values[numbers].unflatten(-1, (-1, GROUP))
-    found: Tensor = (by_group * torch.exp2(scales.float() - 127).to(dtype)[..., None]).flatten(-2)
-    return found
+    out = torch.empty(*packed.shape[:-1], 2 * packed.shape[-1], dtype=dtype, device=packed.device)
+    groups = scales.numel()
+    _make_whole[(triton.cdiv(groups, GROUPS),)](
+        packed.contiguous(), scales.view(torch.uint8).contiguous(), out, groups, GROUP=GROUP, GROUPS=GROUPS
+    )
+    return out
 
 
 def configure(quant_dtype: str, **more: Any) -> Any:
