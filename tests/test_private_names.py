@@ -29,6 +29,10 @@ INHERITED = {
     },
     "integrations/vllm/src/wooly_vllm/kernels.py": {"linear._POSSIBLE_FP8_BLOCK_KERNELS"},  # vLLM's table
     "integrations/vllm/src/wooly_vllm/adapters.py": {"self._update_base_metadata"},  # vLLM's adapters
+    "integrations/vllm/src/wooly_vllm/expert_adapters.py": {"self._lora_context"},
+    "integrations/vllm/src/wooly_vllm/states.py": {  # vLLM's states of models
+        *("self._align_mode", "self._mamba_ctx", "mamba_utils._get_mamba_spec_for_layer"),
+    },
 }
 #: Objects whose attributes are operators; many operator names begin with an underscore.
 OPERATORS = {"aten", "mkldnn", "prims", "ops"}
