@@ -166,6 +166,19 @@ def test_processes_of_mp_spawn_are_ranks_of_one_program(tenant):
     assert newest["ranks"] == 3 and newest["executors"] == ["a", "b"]
 
 
+def test_process_of_mp_spawn_that_fails_ends_the_others(tenant):
+    argv = [sys.executable, "-m", "wooly", "run", "--quiet", str(SCRIPTS / "spawned.py"), "fails"]
+    begun = time.monotonic()
+    done = subprocess.run(
+        argv, env=tenant.env() | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode != 0 and "ValueError: broken" in done.stderr
+    tenant.cluster.wait(lambda: not tasks(tenant, "started"))
+    newest = next(t for t in tasks(tenant) if t["ranks"])
+    assert newest["state"] == "failed" and "ValueError: broken" in newest["reason"], newest
+    assert time.monotonic() - begun < 30  # a session's collectives are waited for for 30 s
+
+
 def test_trainer_spreads_batches_over_the_devices_of_a_session(tenant, tmp_path):
     out = tenant.wooly("run", "--quiet", "--gpus", "2", str(SCRIPTS / "data_parallel.py"), str(tmp_path))
     assert "parameters agree on 2 devices" in out

@@ -326,7 +326,7 @@ def _open(where: str = "") -> None:
     for recorder in _attached.device.devices.recorders:
         recorder.programs_dir = settings.programs_dir
     children.settings = _pending.model_copy(update=opened.reach)
-    children.close_at_exit(disable)
+    children.close_at_exit(close_at_end)
     _pending = None
 
 
@@ -424,9 +424,11 @@ def close_at_end(code: int = 0) -> None:
     Args:
         code: the exit code, if it is known.
     """
-    error = (
-        None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
-    )  # in an interactive Python, errors end nothing
+    error: BaseException | None = getattr(sys, "last_value", None)
+    if hasattr(sys, "ps1"):  # in an interactive Python, errors end nothing
+        error = None
+    elif error is None and children.is_child():  # it closes its session while the exception passes
+        error = children.failure(sys.exc_info()[1])
     why = ""
     if error is not None:
         why = f"its script ended with {type(error).__name__}: {error}"

@@ -57,9 +57,21 @@ def begin(settings: Settings, near: str, rank: ranks.Rank | None) -> None:
     api.enable_on_use(settings, near)
 
 
+def is_child() -> bool:
+    """Whether this process is a child of multiprocessing."""
+    return multiprocessing.process.parent_process() is not None
+
+
+def failure(passing: BaseException | None) -> BaseException | None:
+    """The failure of a child, by the exception that passes when it exits. `mp.spawn` raises SystemExit behind the exception."""
+    if isinstance(passing, SystemExit):
+        return (passing.__context__ or passing) if passing.code else None
+    return passing
+
+
 def close_at_exit(close: Callable[[], None]) -> None:
     """Call `close` when a child of multiprocessing exits. Such a child does not run `atexit`."""
-    if multiprocessing.process.parent_process() is not None:
+    if is_child():
         Finalize(None, close, exitpriority=-100)
 
 
