@@ -31,7 +31,10 @@ LOOKED_FOR = {
 
 
 #: Programs that load a distribution as their plugin; each with the reason why no requirement names it.
-HOSTS = {("wooly-vllm", "vllm"): "each release of vLLM pins a release of PyTorch, so it is installed first"}
+HOSTS = {
+    ("wooly-vllm", "vllm"): "each release of vLLM pins a release of PyTorch, so it is installed first",
+    ("wooly", "bitsandbytes"): "it is adapted when a script imports it",
+}
 
 
 @functools.cache

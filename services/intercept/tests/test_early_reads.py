@@ -5,7 +5,7 @@ from array import array
 import pytest
 import torch
 from wooly import device
-from wooly.early_reads import EarlyReads
+from wooly.early_reads import EarlyRead, EarlyReads
 
 #: (positions that are written, number of slots) of the forms of the tests.
 WRITES = {1: ((1,), 2), 2: ((0,), 1), 3: ((), 1)}
@@ -194,3 +194,19 @@ def test_synchronizing_read_of_a_value_that_was_read_early_warns(cuda):
                     assert total.item() == 4 * turn
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_prediction_does_not_shorten_the_program_behind_a_replay(cuda):
+    recorder, x = device.current_devices().recorders[0], torch.arange(4.0, device=cuda)
+    double = torch.compile(lambda t: t * 2)
+    double(x), double(x)
+    torch.cuda.synchronize()
+    with recorder.lock:  # the timer sends nothing
+        recorder._early = EarlyRead(b"", 1, 0, "view", 4)
+        recorder._set_open_limit(recorder.limit)
+        double(x)
+        programs = recorder.programs
+        x += 1
+        x += 1
+        assert recorder.programs == programs
+    assert x.tolist() == [2, 3, 4, 5]

@@ -438,6 +438,12 @@ class Recorder(ProgramFields):
                 self._end_forms.clear()
             self._end_forms.add(min(reversed(late), key=times.__getitem__))
 
+    def _drop_prediction(self) -> None:
+        """Forget which value the next program would compute early, and that it would end there."""
+        if self._early is not None:
+            self._early = None
+            self._set_open_limit(self._limit_without_early)
+
     def _set_open_limit(self, most: int) -> None:
         """Set the maximum number of instructions of the open program. A prediction (`_close_early`) may make it shorter."""
         self._limit_without_early = self._open_limit = most
@@ -683,7 +689,7 @@ class Recorder(ProgramFields):
             self.flush()
         finally:
             link.hold(0)
-        self._early = None
+        self._drop_prediction()
         self.early_reads.interrupt()
         self._send(self.require_link(), work.key, work, bind, params, frees, reply=False)
         self.after_replay = True
@@ -753,7 +759,8 @@ class Recorder(ProgramFields):
         """Flush in the timer thread. If the connection has ended, the next call in the user's thread raises the error."""
         if self._end_forms:
             self._without_end_form = PROGRAMS_WITHOUT_END_FORM
-        self._closed_at_end_form = self._early = None
+        self._closed_at_end_form = None
+        self._drop_prediction()
         with contextlib.suppress(WoolyError):
             self.flush()
 
