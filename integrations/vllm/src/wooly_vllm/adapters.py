@@ -96,7 +96,7 @@ class WoolyPunicaWrapper(PunicaWrapperCPU):  # type: ignore[misc] # vLLM has no 
         *sizes: Any,
         **kwargs: Any,
     ) -> tuple[Any, None, None, None]:
-        """Add the adapters' part to the first products of experts. vLLM hands what it returns to `add_lora_w2`."""
+        """Add the adapters' part to the first products of experts. Returns what vLLM passes on to `add_lora_w2`."""
         if not self._used:
             return None, None, None, None
         by = expert_adapters.routes(

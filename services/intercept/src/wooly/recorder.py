@@ -106,7 +106,7 @@ class CapturedCollective(Protocol):
     """One rank's part in a collective that a graph sends at each replay.
 
     Attributes:
-        name: what it is, for messages.
+        name: the name of the collective, as messages show it.
         where: the Python line that asked for it.
     """
 
@@ -115,11 +115,11 @@ class CapturedCollective(Protocol):
 
     @property
     def reads(self) -> Sequence[tuple[int, int, int]]:
-        """What it reads: buffer, first byte, and the byte behind the last one."""
+        """The ranges of memory that it reads: id of the buffer, first byte, and the byte behind the last one."""
 
     @property
     def writes(self) -> Sequence[tuple[int, int, int]]:
-        """What it writes, as `reads`."""
+        """The ranges of memory that it writes, in the same form."""
 
     def bind(self, buffers: dict[int, int]) -> None:
         """Use other buffers from now on: `buffers` has the id of each one in `reads` and `writes`."""
@@ -498,6 +498,12 @@ class Recorder(ProgramFields):
         del self.words[at:], self.origins[count:], self.params[n_params:], self.bind[n_slots:]
         for buffer in [b for b, slot in self.slot_of.items() if slot >= n_slots]:
             del self.slot_of[buffer]
+
+    @property
+    def own_capture(self) -> Capture | None:
+        """The capture of a CUDA graph, if the calling thread makes it."""
+        capture = self.capture
+        return capture if capture is not None and capture.in_own_thread else None
 
     @property
     def open(self) -> bool:

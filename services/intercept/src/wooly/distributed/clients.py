@@ -57,8 +57,8 @@ class ClientCarrier:
             torch.AcceleratorError: a CUDA graph is being captured. It is CUDA's own error.
         """
         for recorder in self._devices.active():
-            if recorder.capture is not None and recorder.capture.in_own_thread:
-                recorder.capture.refuse(
+            if (capture := recorder.own_capture) is not None:
+                capture.refuse(
                     "With WOOLYAI_COLLECTIVES=clients, a collective waits for the device, so it cannot be a part of a CUDA "
                     "graph. Move it out of the capture, or leave WOOLYAI_COLLECTIVES at its default."
                 )

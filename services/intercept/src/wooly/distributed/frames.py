@@ -148,10 +148,8 @@ class FrameCarrier:
                 "that still exists"
             )
         recorder = captured.recorder
-        if (
-            recorder.capture is not None and recorder.capture.in_own_thread
-        ):  # a graph is replayed in the capture of another one
-            self._capture(recorder.capture, recorder, [recorder], captured.part)
+        if (capture := recorder.own_capture) is not None:  # a graph is replayed in the capture of another one
+            self._capture(capture, recorder, [recorder], captured.part)
         else:
             self._go([recorder], captured.part, captured.repeated)
 
@@ -171,8 +169,8 @@ class FrameCarrier:
         ranges = [_range(t, peer) for t, peer in zip(tensors, peers, strict=True)]
         part = Part(work, ranges, len(work.reads), tensors[0].dtype if tensors else torch.uint8, where)
         for recorder in recorders:
-            if recorder.capture is not None and recorder.capture.in_own_thread:
-                self._capture(recorder.capture, recorder, recorders, part)
+            if (capture := recorder.own_capture) is not None:
+                self._capture(capture, recorder, recorders, part)
                 return
         self._go(recorders, part, self._repeated, forming=forming)
 
@@ -280,8 +278,7 @@ class FrameCarrier:
 
     def leave(self) -> None:
         """Leave the group, if the session is still open. Wait until its collectives are done, as NCCL does."""
-        own = [r.capture for r in self._devices.active() if r.link is self._link]
-        if any(capture is not None and capture.in_own_thread for capture in own):
+        if any(r.own_capture is not None for r in self._devices.active() if r.link is self._link):
             self.carry(Work(What.LEAVE))  # raises CUDA's error
         self._left = True
         if self._turns_from is not None and self._together is not None:

@@ -46,8 +46,8 @@ def patches(devices: Devices, mode: Callable[[], str], session: Callable[[], Any
     def connect(store: Any, rank: int, size: int, options: Any, has_host: bool) -> tuple[Carrier, Any]:
         nonlocal told
         for recorder in devices.active():
-            if recorder.capture is not None and recorder.capture.in_own_thread:
-                recorder.capture.refuse(
+            if (capture := recorder.own_capture) is not None:
+                capture.refuse(
                     "A process group cannot be made while a CUDA graph is captured, because its ranks wait for each other. Make "
                     "it before the capture (init_process_group, new_group)."
                 )
