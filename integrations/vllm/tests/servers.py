@@ -18,18 +18,15 @@ class Stack:
 
     def __init__(self, state):
         self.state = Path(state)
-        quiet = {
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_LOGGING_LEVEL": "INFO",
-            "OMP_NUM_THREADS": "1",
-        }
-        self.env = os.environ | quiet | {"WOOLYAI_STATE_DIR": str(state)}
+        quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+        self._services = os.environ | quiet | {"WOOLYAI_STATE_DIR": str(state)}  # the executor computes on all cores
+        self.env = self._services | {"OMP_NUM_THREADS": "1"}
 
     def wooly(self, *arguments, **env):
         """Run a command of Wooly's. Returns what it prints."""
         command = [sys.executable, "-m", "wooly", *map(str, arguments)]
-        done = subprocess.run(command, env=self.env | env, capture_output=True, text=True, timeout=TIMEOUT_S)
+        base = self._services if arguments[0] == "up" else self.env
+        done = subprocess.run(command, env=base | env, capture_output=True, text=True, timeout=TIMEOUT_S)
         assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
         return done.stdout
 

@@ -1,20 +1,35 @@
-"""Products in plans that may have other bits than the BLAS: which ones oneDNN computes, and that the results agree."""
+"""Products that are not computed by one call of the BLAS: which ones, and that the results agree."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from wooly_executor.runtime import products
+from wooly_executor.runtime.adoption import Layout
 from wooly_executor.runtime.calls import library_call
-from wooly_executor.runtime.device import HOST
+from wooly_executor.runtime.device import HOST, InexactHost
+from wooly_executor.runtime.segments import Invoke, Segment
 from wooly_testkit.tape import Tape
 from wooly_wis.dtypes import DType
 
 F32 = DType.F32
+is_measured_chip = products._mkl_is_slow()
 
 
 @pytest.fixture(autouse=True)
-def quick_chip(monkeypatch):
-    """Treat every machine as one on which oneDNN is faster."""
-    monkeypatch.setattr(products, "_onednn_is_faster", lambda: True)
+def measured_chip(monkeypatch):
+    """Treat every machine as one on which MKL is slow."""
+    monkeypatch.setattr(products, "_mkl_is_slow", lambda: True)
+
+
+@pytest.fixture
+def threads():
+    """Returns a function that sets the number of threads for this test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 def form_of(write):
@@ -24,15 +39,24 @@ def form_of(write):
     return next(program.forms[i.form] for i in program.body if program.forms[i.form].opcode != "alloc")
 
 
-def product(opcode, rows=300, depth=256, columns=128, dtype=F32, bias=None, strides=None):
+def product(opcode, rows=300, depth=256, columns=128, dtype=F32, bias=None, strides=None, in_rows=False):
+    """An instruction. The second factor of `mm` and `addmm` is a transposed weight, or one with its own rows (`in_rows`)."""
+
     def write(t):
         x, w, c = t.input(dtype, rows, depth), t.input(dtype, columns, depth), t.input(dtype, *(bias or (columns,)))
         x = x if strides is None else x.seen((rows, depth), strides)
-        turned = w.seen((depth, columns), (1, depth))
+        turned = w.seen((depth, columns), (columns, 1) if in_rows else (1, depth))
         args = {"linear": (x, w), "linear with a bias": (x, w, c), "mm": (x, turned), "addmm": (c, x, turned)}[opcode]
         t.op(opcode.split(" ", maxsplit=1)[0], *args)
 
     return form_of(write)
+
+
+def operands(form):
+    """Random contents of the operands."""
+    generator = torch.Generator().manual_seed(0)
+    views = [o.view for o in form.operands[:-1]]
+    return [torch.randn(v.numel, generator=generator).as_strided(v.sizes, v.strides) for v in views]
 
 
 OPCODES = ("linear", "linear with a bias", "mm", "addmm")
@@ -41,10 +65,8 @@ OPCODES = ("linear", "linear with a bias", "mm", "addmm")
 @pytest.mark.parametrize("opcode", OPCODES)
 def test_onednn_product_differs_only_in_last_bits(opcode):
     form = product(opcode)
-    generator = torch.Generator().manual_seed(0)
-    given = [torch.randn(o.view.sizes, generator=generator).as_strided(o.view.sizes, o.view.strides)
-             for o in form.operands[:-1]]  # fmt: skip
-    call = products.InexactHost().library(library_call(form), form)
+    given = operands(form)
+    call = InexactHost().library(library_call(form), form)
     assert call.instead is not None and HOST.library(library_call(form), form).instead is None
     found, expected = call.instead(*given), call.op(*given)
     assert found.stride() == expected.stride() == form.operands[-1].view.strides
@@ -79,3 +101,112 @@ def test_onednn_product_with_factors_uses_library():
         t.op("addmm", t.input(F32, 256), t.input(F32, 256, 256), t.input(F32, 256, 256), 2, 1)
 
     assert products.onednn_product(form_of(write)) is None
+
+
+def split(form):
+    return HOST.library(library_call(form), form)
+
+
+def in_segment(call, given):
+    """The result of a call within a segment, which is worth it for three calls and more."""
+    inputs, segment = len(given), Segment()
+    for k in range(3):
+        named = {i: i for i in range(inputs)}
+        segment.add(Invoke(call, named, 0, (), {}, trusted=[Layout.SAME], results=(inputs + k,)), k)
+    run, wrong = segment.compile(lambda name: True)
+    assert run is not None and not wrong
+    frame = SimpleNamespace(registers=[*given, None, None, None], bases=[], params=[])
+    run(frame)
+    return frame.registers[-1]
+
+
+@pytest.mark.skipif(not is_measured_chip, reason="MKL may have other bits on this chip")
+@settings(deadline=None, max_examples=60)
+@given(
+    opcode=st.sampled_from(OPCODES),
+    rows=st.integers(1, 128),
+    depth=st.integers(256, 1500),
+    width=st.integers(16, 80),
+    threads=st.sampled_from([2, 3, 4, 8]),
+    in_rows=st.booleans(),
+)
+def test_split_product_has_the_bits_of_the_library(opcode, rows, depth, width, threads, in_rows):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        columns = 4 * width * threads
+        form = product(opcode, rows=rows, depth=depth, columns=columns, in_rows=in_rows)
+        call, given = split(form), operands(form)
+        if depth * columns < products.LARGE_FACTOR or not products._splits_exactly(rows, threads):
+            assert call.instead is None
+            return
+        found, expected = call.instead(*given), call.op(*given)
+        assert torch.equal(found, expected) and found.stride() == expected.stride()
+        assert torch.equal(in_segment(call, given), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_split_product_computes_each_part_as_its_own_product(monkeypatch, threads):
+    """Two threads get four parts, whose products are one call."""
+    threads(2)
+    form = product("linear with a bias", rows=4, depth=512, columns=1024)
+    call, given = split(form), operands(form)
+    seen = []
+    batch = torch.baddbmm
+    monkeypatch.setattr(torch, "baddbmm", lambda *a: seen.append([t.shape for t in a]) or batch(*a))
+    torch.testing.assert_close(call.instead(*given), call.op(*given))
+    assert seen == [[(4, 4, 256), (4, 4, 512), (4, 512, 256)]]
+
+
+def test_piece_of_a_split_product_uses_library(threads):
+    """The instruction is split into pieces with other shapes, for work that gives way to other work."""
+    threads(2)
+    form = product("linear", rows=4, depth=512, columns=1024)
+    x, w = operands(form)
+    call = split(form)
+    assert torch.equal(call.instead(x[:1], w), call.op(x[:1], w))
+    assert torch.equal(call.instead(x, w[:100]), call.op(x, w[:100]))
+
+
+SPLIT = {"rows": 4, "depth": 512, "columns": 1024}
+
+
+@pytest.mark.parametrize("opcode", OPCODES)
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"rows": 129},
+        {"depth": 255},
+        {"columns": 1026},  # not a multiple of four in each part
+        {"depth": 256, "columns": 1000},  # a small factor
+        {"dtype": DType.F64},
+        {"strides": (1, 4)},
+    ],
+    ids=str,
+)
+def test_product_that_gains_nothing_is_not_split(opcode, other, threads):
+    threads(2)
+    assert split(product(opcode, **SPLIT)).instead is not None
+    assert split(product(opcode, **SPLIT | other)).instead is None
+
+
+def test_product_on_one_thread_is_not_split(threads):
+    threads(1)
+    assert split(product("linear", **SPLIT)).instead is None
+
+
+def test_product_whose_parts_have_other_bits_is_not_split(monkeypatch, threads):
+    threads(2)
+    monkeypatch.setattr(products, "_splits_exactly", lambda rows, threads: rows != 4)
+    assert split(product("linear", **SPLIT)).instead is None
+    assert split(product("linear", **SPLIT | {"rows": 8})).instead is not None
+
+
+def test_exactness_is_found_by_comparison(monkeypatch, threads):
+    """A library that computes few rows in another order is noticed."""
+    threads(2)
+    products._splits_exactly.cache_clear()
+    monkeypatch.setattr(products.SplitProduct, "__call__", lambda self, x, w: (x.double() @ w.double()).float())
+    assert not products._splits_exactly(4, 2)
+    products._splits_exactly.cache_clear()

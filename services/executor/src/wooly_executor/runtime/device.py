@@ -17,8 +17,9 @@ from wooly_bus.huge_pages import WISH_FROM, wish_for_huge_pages
 from wooly_wis.program import Form, Symbol
 
 from wooly_executor.runtime.buffers import bytes_of
-from wooly_executor.runtime.calls import LibraryCall
+from wooly_executor.runtime.calls import LibraryCall, function_of
 from wooly_executor.runtime.fresh_memory import on_zeros
+from wooly_executor.runtime.products import onednn_product, split_product
 from wooly_executor.runtime.unpivoted import unpivoted
 
 #: Blocks of this many bytes and more come from the system each time, which zeroes their pages when they are used first. Smaller
@@ -99,6 +100,8 @@ class TorchDevice:
             OperationError: the library has no operator for it on this device.
         """
         instead = unpivoted(call)
+        if instead is None and self.host:
+            instead = split_product(form, function_of(call.op))
         return call if instead is None else replace(call, instead=instead)
 
     def result(self, t: Tensor, sizes: tuple[int, ...]) -> Tensor:
@@ -159,6 +162,18 @@ def _mapped(numel: int, dtype: torch.dtype) -> Tensor:
     made = torch.frombuffer(memory, dtype=dtype)
     wish_for_huge_pages(made.data_ptr(), made.nbytes)
     return made
+
+
+class InexactHost(TorchDevice):
+    """The CPU, for plans that may have other bits than the library."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+
+    def library(self, call: LibraryCall, form: Form) -> LibraryCall:
+        """See `TorchDevice`."""
+        found = onednn_product(form)
+        return super().library(call, form) if found is None else replace(call, instead=found)
 
 
 HOST = TorchDevice(torch.device("cpu"))

@@ -34,12 +34,12 @@ from wooly_executor.artifacts import ArtifactCache
 from wooly_executor.cores import apart, beyond
 from wooly_executor.errors import FullDiskError, MissingDriverError, OperationError
 from wooly_executor.runtime.builds import WorkerBuilder
+from wooly_executor.runtime.device import InexactHost
 from wooly_executor.runtime.foreign import KERNEL_BYTES, Foreign, Loaded, Value, violation_message
 from wooly_executor.runtime.packing import half_bits
 from wooly_executor.runtime.plans import Run, acts_of_plan, complaint, count_work, kernels_of
 from wooly_executor.runtime.preparation import prepare_acts
 from wooly_executor.runtime.prepared import PreparedProgram
-from wooly_executor.runtime.products import InexactHost
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.runtime.torch_runtime import HOT
 from wooly_executor.runtime.watch import Watch

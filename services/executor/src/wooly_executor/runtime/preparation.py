@@ -54,6 +54,7 @@ from wooly_executor.runtime.invocation import (
 )
 from wooly_executor.runtime.parts import on_part, part_of
 from wooly_executor.runtime.prepared import Act, Launch, PreparedProgram
+from wooly_executor.runtime.products import SplitProduct
 from wooly_executor.runtime.segments import (
     Free,
     Gather,
@@ -526,7 +527,7 @@ class _Preparation:
         schema = schema_of(library.op)
         if form.attr("rng") is not None or form.attr("deterministic"):
             return None
-        if asks_grad_mode(library.op) or library.instead is not None:
+        if asks_grad_mode(library.op) or not (library.instead is None or isinstance(library.instead, SplitProduct)):
             return None
         if library.op.namespace != "aten":
             return None

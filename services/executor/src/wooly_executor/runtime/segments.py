@@ -24,6 +24,7 @@ from wooly_executor.runtime.bindings import gathering, picker, scatter
 from wooly_executor.runtime.calls import Fill, LibraryCall, constant_tree, filler, refers
 from wooly_executor.runtime.fresh_memory import on_zeros
 from wooly_executor.runtime.invocation import with_flags
+from wooly_executor.runtime.products import SplitProduct
 from wooly_executor.runtime.torch_private import OpOverload, interpret, schema_of
 
 #: Minimum weight of the steps in a segment. A library call counts 2; new memory, a view, a copy or a fill counts 1. To call the
@@ -249,7 +250,10 @@ class Segment:
             self._fresh() if other else register_name(r) for r, other in zip(step.results, restrided, strict=False)
         ]
         kinds = [str(r.type) for r in schema.returns]
-        if kinds == ["List[Tensor]"] and results:
+        if isinstance(step.call.instead, SplitProduct):
+            factors = [self._argument(a, "Tensor", step) for a in step.call.args]
+            self._split(step.call.instead, factors, results[0], at)
+        elif kinds == ["List[Tensor]"] and results:
             parts = self._fresh()
             self._define([parts], name, values, at, op, "Tensor[]")
             self._line(results, f"prim::ListUnpack(%{parts})")
@@ -268,6 +272,27 @@ class Segment:
             self._flags = step.flags
         self.calls += 1
         self._zeros = self._zeros or step.zeros
+
+    def _split(self, product: SplitProduct, given: list[str], result: str, at: int) -> None:
+        left, right, bias = product.factors(given)
+        factors = [self._seen(left, product.left, at), self._seen(right, product.right, at)]
+        found = self._fresh()
+        if bias is None:
+            self._define([found], "bmm", factors, at, torch.ops.aten.bmm.default)
+        else:
+            one = self._number(1)
+            added = [self._seen(bias, product.bias, at), *factors, one, one]
+            self._define([found], "baddbmm", added, at, torch.ops.aten.baddbmm.default)
+        parts = "%" + found
+        if product.apart is not None:
+            parts = self._seen(parts, product.apart, at)
+        self._define([result], "reshape", [parts, self._ints(product.sizes)], at, None)
+
+    def _seen(self, value: str, seen: tuple[Sequence[int], Sequence[int]], at: int) -> str:
+        """Define a view with other sizes and strides. Returns its value."""
+        name, (sizes, strides) = self._fresh(), seen
+        self._define([name], "as_strided", [value, self._ints(sizes), self._ints(strides), self._none()], at, None)
+        return "%" + name
 
     def _define(
         self,
