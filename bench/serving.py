@@ -17,9 +17,11 @@ import functools
 import itertools
 import json
 import os
+import random
 import signal
 import socket
 import statistics
+import string
 import subprocess
 import sys
 import tempfile
@@ -43,18 +45,21 @@ NICE = ("nice", "-n", "19")
 WARM_S = 6
 #: Number of short measurements of each case, in turns.
 TURNS = 4
+#: Memory of a server's keys and values. The small Llama needs 7 MiB per request of the bench; with less memory than its requests
+#: need, vLLM computes prompts twice.
+CACHE = ("--kv-cache-memory-bytes", "256M")
 PROMPT = 64
 NEW_TOKENS = 32
-#: The engine in one process, for the same prompts together; prints tokens per second.
+#: The engine in one process, for prompts of the same length together; prints tokens per second.
 ENGINE = """
-import os, statistics, sys, time
+import os, random, statistics, sys, time
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm import LLM, SamplingParams
 folder, clients, prompt, n = sys.argv[1], *map(int, sys.argv[2:])
-llm = LLM(folder, dtype="float32", seed=0, max_model_len=256, kv_cache_memory_bytes=32 << 20, max_num_seqs=16)
-prompts = [{"prompt_token_ids": [(7 * k + 3 * i) % 250 for i in range(prompt)]} for k in range(clients)]
+llm = LLM(folder, dtype="float32", seed=0, max_model_len=256, kv_cache_memory_bytes=256 << 20, max_num_seqs=16)
 params, found = SamplingParams(max_tokens=n, ignore_eos=True, temperature=0, detokenize=False), []
 for _ in range(40):
+    prompts = [{"prompt_token_ids": random.choices(range(250), k=prompt)} for _ in range(clients)]  # none is cached
     begun = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)
     found.append(clients * n / (time.perf_counter() - begun))
@@ -76,13 +81,9 @@ while True:
 """
 
 
-def prompt(k):
-    return [(7 * k + 3 * i) % 250 for i in range(PROMPT)]
-
-
-def text(k):
-    """A prompt as text. The tokenizer makes a token of each letter."""
-    return "".join(chr(ord("a") + (7 * k + 3 * i) % 26) for i in range(PROMPT))
+def text():
+    """A new prompt, which no server has cached. The tokenizer makes a token of each letter."""
+    return "".join(random.choices(string.ascii_lowercase, k=PROMPT))
 
 
 class Local:
@@ -110,9 +111,9 @@ class Local:
     close = Server.close
 
 
-def token_times(server, k, n=NEW_TOKENS):
+def token_times(server, n=NEW_TOKENS):
     """The times at which the parts of one streamed answer arrive, in seconds since the request. vLLM sends a part per token."""
-    asked = {"model": "llama", "prompt": text(k), "max_tokens": n, "temperature": 0, "stream": True}
+    asked = {"model": "llama", "prompt": text(), "max_tokens": n, "temperature": 0, "stream": True}
     asked |= {"model": server.name} | server.ends if isinstance(server, Local) else {"ignore_eos": True}
     request = urllib.request.Request(
         f"http://127.0.0.1:{server.port}/v1/completions",
@@ -134,15 +135,15 @@ def load(servers, seconds, clients=CLIENTS):
     until = time.perf_counter() + seconds
     first, gaps, counted = [], [], []
 
-    def ask(server, k):
+    def ask(server):
         while time.perf_counter() < until:
-            times = token_times(server, k)
+            times = token_times(server)
             first.append(times[0])
             gaps.extend([b - a for a, b in itertools.pairwise(times)])
             counted.append(NEW_TOKENS)
 
     begun = time.perf_counter()
-    threads = [threading.Thread(target=ask, args=(s, k)) for s in servers for k in range(clients)]
+    threads = [threading.Thread(target=ask, args=(s,)) for s in servers for _ in range(clients)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -156,8 +157,9 @@ def locally(folder):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    asked, found = torch.tensor([prompt(k) for k in range(CLIENTS)]), []
+    found = []
     for _ in range(4):
+        asked = torch.randint(250, (CLIENTS, PROMPT))
         begun = time.perf_counter()
         model.generate(asked, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
         found.append(CLIENTS * NEW_TOKENS / (time.perf_counter() - begun))
@@ -166,7 +168,7 @@ def locally(folder):
 
 def one_token_ms(server):
     """Milliseconds of a request for one token, of a server without other requests (median)."""
-    return 1e3 * statistics.median([token_times(server, k, 1)[-1] for k in range(20)])
+    return 1e3 * statistics.median([token_times(server, 1)[-1] for _ in range(20)])
 
 
 def percentile(values, part):
@@ -216,7 +218,7 @@ class Bench:
         ]  # a stack takes ports when it starts
         for name, stack in zip(new, stacks, strict=True):
             env = {"WOOLYAI_PRIORITY": name[1]} if name.startswith("p") else {}
-            self._servers[name] = Server(stack, self.model, self._folder, **env)
+            self._servers[name] = Server(stack, self.model, self._folder, *CACHE, **env)
             self._cleanup.callback(self._servers[name].close)
         for name in new:
             self._servers[name].wait()
@@ -311,7 +313,7 @@ class Bench:
 
             def keep_busy():
                 while not over.is_set():
-                    token_times(server, 1)
+                    token_times(server)
 
             busy = [threading.Thread(target=keep_busy) for _ in range(CLIENTS)]
             for thread in busy:
@@ -365,13 +367,13 @@ class Bench:
         self.drop_all_but("first")
         (server,) = self.servers("first")
         found = []
-        warm = statistics.median([token_times(server, 1)[0] for _ in range(5)])
+        warm = statistics.median([token_times(server)[0] for _ in range(5)])
         for _ in range(3):
             (session,) = self.sessions()
             self.stack.wooly("tasks", "hibernate", session["task_id"])
             while self.sessions()[0]["state"] != "hibernated":
                 time.sleep(0.1)
-            found.append(token_times(server, 1)[0])
+            found.append(token_times(server)[0])
         yield row("first token after hibernation", "ms", 1e3 * statistics.median(found), 1e3 * warm, None)
 
 
