@@ -137,7 +137,8 @@ def test_split_product_has_the_bits_of_the_library(opcode, rows, depth, width, t
         columns = 4 * width * threads
         form = product(opcode, rows=rows, depth=depth, columns=columns, in_rows=in_rows)
         call, given = split(form), operands(form)
-        if depth * columns < products.LARGE_FACTOR or not products._splits_exactly(rows, threads):
+        small = 2 * rows * depth * columns <= products.SMALL_PRODUCT
+        if small or depth * columns < products.LARGE_FACTOR or not products._splits_exactly(rows, threads):
             assert call.instead is None
             return
         found, expected = call.instead(*given), call.op(*given)
@@ -180,6 +181,7 @@ SPLIT = {"rows": 4, "depth": 512, "columns": 1024}
         {"depth": 255},
         {"columns": 1026},  # not a multiple of four in each part
         {"depth": 256, "columns": 1000},  # a small factor
+        {"rows": 2},  # a small product
         {"dtype": DType.F64},
         {"strides": (1, 4)},
     ],

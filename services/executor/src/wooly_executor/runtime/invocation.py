@@ -28,6 +28,7 @@ from wooly_executor.runtime.calls import (
 from wooly_executor.runtime.device import TorchDevice
 from wooly_executor.runtime.fast_bindings import FAST
 from wooly_executor.runtime.frame import Frame
+from wooly_executor.runtime.products import SMALL_PRODUCT
 from wooly_executor.runtime.torch_private import (
     SWITCHES,
     deterministic_switches,
@@ -37,9 +38,6 @@ from wooly_executor.runtime.torch_private import (
 
 #: The setting of a small product on a CPU: MKL computes it on the calling core.
 ONE_CORE = "one_core"
-#: Work, in float32 operations, up to which a product is small. One core takes 20 to 60 us for so much. MKL spreads even products
-#: that take 3 us, and each time the device thread waits until the other threads are awake and have a core.
-SMALL_PRODUCT = 1 << 21
 #: Operators that use MKL, among those that pass over their operands.
 _BLAS = frozenset(("dot", "vdot"))
 

@@ -31,8 +31,11 @@ from wooly_executor.runtime.torch_private import linear_pointwise
 ROWS: Final = 256
 COLUMNS: Final = 128
 DEPTH: Final = 256
-#: A product that is split has at most so many rows, at least so many columns in a part, and at least so many elements in its
-#: second factor. MKL spreads more rows well, and smaller factors stay in the cores' caches.
+#: Work, in float32 operations, up to which a product is small. One core takes 20 to 60 us for so much. MKL spreads even products
+#: that take 3 us, and each time the device thread waits until the other threads are awake and have a core.
+SMALL_PRODUCT: Final = 1 << 21
+#: A product that is split is not small. It has at most so many rows, at least so many columns in a part, and at least so many
+#: elements in its second factor. MKL spreads more rows well, and smaller factors stay in the cores' caches.
 FEW_ROWS: Final = 128
 PART_COLUMNS: Final = 64
 LARGE_FACTOR: Final = 1 << 18
@@ -66,8 +69,8 @@ def _shape_of(form: Form) -> _Shape | None:
         if view is None or view.dtype is not DType.F32:
             return None
         given.append(view)
-    first, second, bias, _ = _PRODUCTS[form.opcode]
-    if len(given) not in ({2, 3} if form.opcode == "linear" else {1 + max(first, second)}):
+    first, second, bias, counts, _ = _PRODUCTS[form.opcode]
+    if len(given) not in counts:
         return None
     x, w = given[first], given[second]
     depth = x.sizes[-1] if x.sizes else 0
@@ -86,7 +89,7 @@ def onednn_product(form: Form) -> _Product | None:
         return None
     if not _mkl_is_slow() or not _onednn_is_there():
         return None
-    return _PRODUCTS[form.opcode][3]
+    return _PRODUCTS[form.opcode].onednn
 
 
 class SplitProduct:
@@ -111,7 +114,7 @@ class SplitProduct:
         self, library: _Product, opcode: str, shape: _Shape, sizes: tuple[tuple[int, ...], tuple[int, ...]], parts: int
     ) -> None:
         self._library = library
-        self._first, self._second, self._bias, _ = _PRODUCTS[opcode]
+        self._first, self._second, self._bias, *_ = _PRODUCTS[opcode]
         rows, depth, width = shape.rows, shape.depth, shape.columns // parts
         along, across = shape.weight.strides if opcode != "linear" else reversed(shape.weight.strides)
         self._given = sizes[0], shape.weight.sizes
@@ -139,12 +142,14 @@ def split_product(form: Form, library: _Product) -> SplitProduct | None:
     threads, shape = torch.get_num_threads(), _shape_of(form)
     if shape is None or threads == 1 or not 1 <= shape.rows <= FEW_ROWS or not _mkl_is_slow():
         return None
-    x, out = form.operands[_PRODUCTS[form.opcode][0]].view, form.operands[-1].view
+    x, out = form.operands[_PRODUCTS[form.opcode].first].view, form.operands[-1].view
     strides, sizes = shape.weight.strides, shape.weight.sizes
     if x is None or out is None or len(x.sizes) < 2 or not _row_major(out) or len(sizes) != 2:
         return None
     if shape.depth * shape.columns < LARGE_FACTOR or shape.depth < DEPTH:
         return None
+    if 2 * shape.rows * shape.depth * shape.columns <= SMALL_PRODUCT:
+        return None  # one core computes it
     if not any(strides[k] == 1 and strides[1 - k] >= sizes[k] for k in (0, 1)):
         return None  # the library would copy the factor
     for parts in (2 * threads, threads):  # more parts than threads, so that a slow core computes fewer of them
@@ -183,11 +188,20 @@ def _addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return linear_pointwise(a, b.t(), bias, "none", [], "")
 
 
-#: For each opcode: positions of the two factors and of the bias among the arguments, and the function to call.
-_PRODUCTS: Final[dict[str, tuple[int, int, int, _Product]]] = {
-    "linear": (0, 1, 2, _linear),
-    "mm": (0, 1, 2, _mm),
-    "addmm": (1, 2, 0, _addmm),
+class _Operator(NamedTuple):
+    """Where an operator has its factors and its bias among the arguments, how many arguments, and oneDNN's function."""
+
+    first: int
+    second: int
+    bias: int
+    counts: tuple[int, ...]
+    onednn: _Product
+
+
+_PRODUCTS: Final = {
+    "linear": _Operator(0, 1, 2, (2, 3), _linear),
+    "mm": _Operator(0, 1, 2, (2,), _mm),
+    "addmm": _Operator(1, 2, 0, (3,), _addmm),
 }
 
 
