@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 from wooly.cli import smi
-from wooly.cli.commands import app
+from wooly.cli.commands import app, doctor
 from wooly_testkit.assembler import assemble
 from wooly_wis.assembly import disassemble
 from wooly_wis.codec import decode_program, encode_program
@@ -139,3 +139,18 @@ def test_smi_query_of_name_with_comma_keeps_the_cells_apart():
 def test_smi_query_of_unknown_field_or_format_is_refused(names, how):
     with pytest.raises(smi.QueryError, match=r"not a valid field|must be csv"):
         smi.query(DEVICES, names, how)
+
+
+@pytest.mark.parametrize(("cores", "hint"), [(1, True), (2, False)])
+def test_doctor_says_that_the_executor_computes_on_some_cores_only(monkeypatch, cores, hint):
+    """A shell that sets OMP_NUM_THREADS makes the device of `wooly up` slower, which nothing else shows."""
+    device = {"name": "EPYC", "vendor": "cpu", "cores": cores}
+    nodes = [{"executor_id": "local-0", "node": doctor.socket.gethostname(), "state": "alive", "device": device}]
+    nodes.append({"executor_id": "far", "node": "another host", "state": "alive", "device": device | {"cores": 64}})
+    monkeypatch.setattr(doctor, "nodes_of", lambda settings: nodes)
+    monkeypatch.setattr(doctor.host, "cores", lambda: 2)
+    found = doctor._check_executor(None)
+    assert found.startswith(f"local-0 (EPYC, {cores} cores), far (EPYC, 64 cores)")
+    assert ("OMP_NUM_THREADS" in found) is hint
+    if hint:
+        assert "1 of the 2 cores" in found

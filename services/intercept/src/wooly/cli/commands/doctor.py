@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from wooly_bus import host
 from wooly_bus.errors import shown
 
 from wooly.cli.commands.app import Json, app, fail, out, read_settings
@@ -184,7 +186,13 @@ def _check_executor(settings: Settings) -> str:
     alive = [n for n in nodes_of(settings) if n["state"] == "alive"]
     if not alive:
         raise RuntimeError("no executor is registered; start one with `wooly up` or `python -m wooly_executor`")
-    return ", ".join(n["executor_id"] for n in alive)
+    found = ", ".join(f"{n['executor_id']} ({n['device']['name']}, {n['device']['cores']} cores)" for n in alive)
+    here = [n["device"]["cores"] for n in alive if n["node"] == socket.gethostname() and n["device"]["vendor"] == "cpu"]
+    if here and sum(here) + len(here) <= host.cores():  # more than what is left when executors share the cores
+        found += (
+            f"; {sum(here)} of the {host.cores()} cores of this machine: was OMP_NUM_THREADS set when they started?"
+        )
+    return found
 
 
 def _check_round_trip() -> str:
