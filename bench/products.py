@@ -18,8 +18,8 @@ from wooly_executor.runtime.device import HOST
 from wooly_testkit.tape import Tape
 from wooly_wis.dtypes import DType
 
-#: Columns and depth: the projections of a model with hidden size 768, its vocabulary, and a projection of a larger model.
-SHAPES = (2304, 768), (768, 2048), (32000, 768), (4096, 4096)
+#: Columns and depth: projections of a model with hidden size 768, two vocabularies, and a projection of a larger model.
+SHAPES = (2304, 768), (768, 2048), (32000, 768), (50257, 768), (4096, 4096)
 ROWS = 1, 2, 4, 8, 16, 64, 128
 #: Bytes of the second factors of a measurement.
 FACTORS = 64 << 20

@@ -124,17 +124,18 @@ def in_segment(call, given):
 @settings(deadline=None, max_examples=60)
 @given(
     opcode=st.sampled_from(OPCODES),
-    rows=st.integers(1, 128),
+    rows=st.one_of(st.just(1), st.integers(1, 128)),
+    odd=st.integers(0, 40),
     depth=st.integers(256, 1500),
     width=st.integers(16, 80),
     threads=st.sampled_from([2, 3, 4, 8]),
     in_rows=st.booleans(),
 )
-def test_split_product_has_the_bits_of_the_library(opcode, rows, depth, width, threads, in_rows):
+def test_split_product_has_the_bits_of_the_library(opcode, rows, odd, depth, width, threads, in_rows):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        columns = 4 * width * threads
+        columns = 4 * width * threads if rows > 1 else 32 * width * threads + odd
         form = product(opcode, rows=rows, depth=depth, columns=columns, in_rows=in_rows)
         call, given = split(form), operands(form)
         small = 2 * rows * depth * columns <= products.SMALL_PRODUCT
@@ -146,6 +147,19 @@ def test_split_product_has_the_bits_of_the_library(opcode, rows, depth, width, t
         assert torch.equal(in_segment(call, given), expected)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not is_measured_chip, reason="MKL may have other bits on this chip")
+@pytest.mark.parametrize("opcode", OPCODES)
+@pytest.mark.parametrize("in_rows", [False, True])
+def test_columns_that_are_left_over_are_computed_for_one_row(opcode, in_rows, threads):
+    """A vocabulary is often no multiple of the parts."""
+    threads(2)
+    form = product(opcode, rows=1, depth=512, columns=5003, in_rows=in_rows)
+    call, given = split(form), operands(form)
+    assert call.instead.rest is not None
+    expected = call.op(*given)
+    assert torch.equal(call.instead(*given), expected) and torch.equal(in_segment(call, given), expected)
 
 
 def test_split_product_computes_each_part_as_its_own_product(monkeypatch, threads):

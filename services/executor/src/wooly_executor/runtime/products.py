@@ -105,24 +105,29 @@ class SplitProduct:
     Attributes:
         left, right, bias: sizes and strides of the factors and of the bias, with a dimension for the parts in front.
         apart: sizes and strides of the batch's result, with the rows in front; None: one row, which is the result.
-        sizes: sizes of the result.
+        sizes: sizes of the batch's result, as part of the product's.
+        rest: the columns that are left over, which the library computes: dimension, begin and length among the second factor's
+            sizes. None: there are none.
     """
 
-    __slots__ = ("_bias", "_first", "_given", "_library", "_second", "apart", "bias", "left", "right", "sizes")
+    __slots__ = ("_bias", "_first", "_given", "_library", "_second", "apart", "bias", "left", "rest", "right", "sizes")
 
     def __init__(
         self, library: _Product, opcode: str, shape: _Shape, sizes: tuple[tuple[int, ...], tuple[int, ...]], parts: int
     ) -> None:
         self._library = library
         self._first, self._second, self._bias, *_ = _PRODUCTS[opcode]
-        rows, depth, width = shape.rows, shape.depth, shape.columns // parts
+        rows, depth, width = shape.rows, shape.depth, shape.columns // parts // STEP * STEP
+        whole = parts * width
         along, across = shape.weight.strides if opcode != "linear" else reversed(shape.weight.strides)
         self._given = sizes[0], shape.weight.sizes
         self.left = (parts, rows, depth), (0, depth, 1)
         self.right = (parts, depth, width), (width * across, along, across)
         self.bias = (parts, rows, width), (width, 0, 1)
         self.apart = ((rows, parts, width), (width, rows * width, 1)) if rows > 1 else None
-        self.sizes = sizes[1]
+        self.sizes = (*sizes[1][:-1], whole)
+        dim = 0 if opcode == "linear" else 1
+        self.rest = (dim, whole, shape.columns - whole) if whole < shape.columns else None
 
     def factors(self, given: Sequence[_T]) -> tuple[_T, _T, _T | None]:
         """The two factors and the bias among the arguments of the library's operator."""
@@ -134,7 +139,18 @@ class SplitProduct:
             return self._library(*given)
         left, right = x.as_strided(*self.left), w.as_strided(*self.right)
         found = left.bmm(right) if bias is None else torch.baddbmm(bias.as_strided(*self.bias), left, right)
-        return (found if self.apart is None else found.as_strided(*self.apart)).reshape(self.sizes)
+        found = (found if self.apart is None else found.as_strided(*self.apart)).reshape(self.sizes)
+        return found if self.rest is None else torch.cat((found, self._library(*self.of_rest(given, _narrowed))), -1)
+
+    def of_rest(self, given: Sequence[_T], narrowed: Callable[[_T, int, int, int], _T]) -> list[_T]:
+        """The library's arguments for the columns that are left over, with a function that narrows a dimension."""
+        assert self.rest is not None
+        dim, begin, length = self.rest
+        found = list(given)
+        found[self._second] = narrowed(found[self._second], dim, begin, length)
+        if len(given) == 3:
+            found[self._bias] = narrowed(found[self._bias], 0, begin, length)
+        return found
 
 
 def split_product(form: Form, library: _Product) -> SplitProduct | None:
@@ -153,7 +169,8 @@ def split_product(form: Form, library: _Product) -> SplitProduct | None:
     if not any(strides[k] == 1 and strides[1 - k] >= sizes[k] for k in (0, 1)):
         return None  # the library would copy the factor
     for parts in (2 * threads, threads):  # more parts than threads, so that a slow core computes fewer of them
-        if shape.columns % (parts * STEP) == 0 and shape.columns // parts >= PART_COLUMNS:
+        # what is left over has the library's bits if there is one row
+        if (shape.rows == 1 or shape.columns % (parts * STEP) == 0) and shape.columns // parts >= PART_COLUMNS:
             if not _splits_exactly(shape.rows, threads):
                 return None
             return SplitProduct(library, form.opcode, shape, (x.sizes, out.sizes), parts)
@@ -174,6 +191,10 @@ def _splits_exactly(rows: int, threads: int) -> bool:
     shape = _Shape(rows, _SAMPLE_DEPTH, w.shape[1], view)
     product = SplitProduct(torch.mm, "mm", shape, ((rows, _SAMPLE_DEPTH), (rows, w.shape[1])), threads)
     return torch.equal(product(x, w), x @ w)
+
+
+def _narrowed(t: Tensor, dim: int, begin: int, length: int) -> Tensor:
+    return t.narrow(dim, begin, length)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

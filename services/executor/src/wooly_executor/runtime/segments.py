@@ -251,8 +251,8 @@ class Segment:
         ]
         kinds = [str(r.type) for r in schema.returns]
         if isinstance(step.call.instead, SplitProduct):
-            factors = [self._argument(a, "Tensor", step) for a in step.call.args]
-            self._split(step.call.instead, factors, results[0], at)
+            n = len(step.call.args)
+            self._split(step.call.instead, values[:n], values[n:], results[0], at, op)
         elif kinds == ["List[Tensor]"] and results:
             parts = self._fresh()
             self._define([parts], name, values, at, op, "Tensor[]")
@@ -273,7 +273,9 @@ class Segment:
         self.calls += 1
         self._zeros = self._zeros or step.zeros
 
-    def _split(self, product: SplitProduct, given: list[str], result: str, at: int) -> None:
+    def _split(
+        self, product: SplitProduct, given: list[str], defaults: list[str], result: str, at: int, op: OpOverload
+    ) -> None:
         left, right, bias = product.factors(given)
         factors = [self._seen(left, product.left, at), self._seen(right, product.right, at)]
         found = self._fresh()
@@ -286,7 +288,20 @@ class Segment:
         parts = "%" + found
         if product.apart is not None:
             parts = self._seen(parts, product.apart, at)
-        self._define([result], "reshape", [parts, self._ints(product.sizes)], at, None)
+        whole = result if product.rest is None else self._fresh()
+        self._define([whole], "reshape", [parts, self._ints(product.sizes)], at, None)
+        if product.rest is None:
+            return
+
+        def narrowed(value: str, *part: int) -> str:
+            name = self._fresh()
+            self._define([name], "narrow", [value, *map(self._number, part)], at, None)
+            return "%" + name
+
+        rest, both = self._fresh(), self._fresh()
+        self._define([rest], op.overloadpacket.__name__, [*product.of_rest(given, narrowed), *defaults], at, op)
+        self._line([both], f"prim::ListConstruct(%{whole}, %{rest})", "Tensor[]")
+        self._define([result], "cat", ["%" + both, self._number(-1)], at, None)
 
     def _seen(self, value: str, seen: tuple[Sequence[int], Sequence[int]], at: int) -> str:
         """Define a view with other sizes and strides. Returns its value."""
