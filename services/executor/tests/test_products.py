@@ -39,12 +39,15 @@ def form_of(write):
     return next(program.forms[i.form] for i in program.body if program.forms[i.form].opcode != "alloc")
 
 
-def product(opcode, rows=300, depth=256, columns=128, dtype=F32, bias=None, strides=None, in_rows=False):
-    """An instruction. The second factor of `mm` and `addmm` is a transposed weight, or one with its own rows (`in_rows`)."""
+def product(opcode, rows=300, depth=256, columns=128, dtype=F32, bias=None, strides=None, in_rows=False, sizes=None):
+    """An instruction. The second factor of `mm` and `addmm` is a transposed weight, or one with its own rows (`in_rows`).
+
+    `sizes` and `strides` are those of the first factor.
+    """
 
     def write(t):
         x, w, c = t.input(dtype, rows, depth), t.input(dtype, columns, depth), t.input(dtype, *(bias or (columns,)))
-        x = x if strides is None else x.seen((rows, depth), strides)
+        x = x if strides is None else x.seen(sizes or (rows, depth), strides)
         turned = w.seen((depth, columns), (columns, 1) if in_rows else (1, depth))
         args = {"linear": (x, w), "linear with a bias": (x, w, c), "mm": (x, turned), "addmm": (c, x, turned)}[opcode]
         t.op(opcode.split(" ", maxsplit=1)[0], *args)
@@ -160,6 +163,30 @@ def test_columns_that_are_left_over_are_computed_for_one_row(opcode, in_rows, th
     assert call.instead.rest is not None
     expected = call.op(*given)
     assert torch.equal(call.instead(*given), expected) and torch.equal(in_segment(call, given), expected)
+
+
+@pytest.mark.skipif(not is_measured_chip, reason="MKL may have other bits on this chip")
+@pytest.mark.parametrize("opcode", ["linear", "linear with a bias"])
+@pytest.mark.parametrize("rows", [1, 2, 4, 33])
+@pytest.mark.parametrize(
+    "seen",
+    [
+        lambda rows, depth: ((rows, 1, depth), (depth, depth, 1)),
+        lambda rows, depth: ((rows, 1, depth), (depth, rows * depth, 1)),  # (1, rows, depth), transposed
+        lambda rows, depth: ((1, rows, depth), (7 * depth, depth, 1)),  # from a longer sequence
+        lambda rows, depth: ((1, rows, 1, depth), (depth, depth, 1, 1)),
+    ],
+    ids=["rows", "transposed rows", "longer", "four dimensions"],
+)
+def test_split_product_of_a_sequence_has_the_bits_of_the_library(opcode, rows, seen, threads):
+    """The library computes each row of some views as its own product. The strides of a dimension with one element decide it."""
+    threads(2)
+    sizes, strides = seen(rows, 512)
+    form = product(opcode, rows=rows, depth=512, columns=1024, sizes=sizes, strides=strides)
+    call, given = split(form), operands(form)
+    expected = call.op(*given)
+    assert torch.equal((call.instead or call.op)(*given), expected)
+    assert torch.equal(in_segment(call, given), expected)
 
 
 def test_split_product_computes_each_part_as_its_own_product(monkeypatch, threads):

@@ -15,12 +15,14 @@ programs are cut.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from wooly_wis.assembly import row_major
 from wooly_wis.dtypes import DType
 from wooly_wis.program import Form, OperandRef, Role, View
 
@@ -161,6 +163,9 @@ def split_product(form: Form, library: _Product) -> SplitProduct | None:
     x, out = form.operands[_PRODUCTS[form.opcode].first].view, form.operands[-1].view
     strides, sizes = shape.weight.strides, shape.weight.sizes
     if x is None or out is None or len(x.sizes) < 2 or not _row_major(out) or len(sizes) != 2:
+        return None
+    if math.prod(x.sizes[:-2]) > 1 and x.strides != row_major(x.sizes):
+        # Strides that differ for a dimension with one element: the library computes a batch of products with fewer rows each.
         return None
     if shape.depth * shape.columns < LARGE_FACTOR or shape.depth < DEPTH:
         return None
