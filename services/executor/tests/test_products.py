@@ -1,5 +1,6 @@
 """Products that are not computed by one call of the BLAS: which ones, and that the results agree."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,9 @@ from wooly_executor.runtime.calls import library_call
 from wooly_executor.runtime.device import HOST, InexactHost
 from wooly_executor.runtime.segments import Invoke, Segment
 from wooly_testkit.tape import Tape
+from wooly_wis.assembly import row_major
 from wooly_wis.dtypes import DType
+from wooly_wis.program import View
 
 F32 = DType.F32
 is_measured_chip = products._mkl_is_slow()
@@ -232,6 +235,34 @@ def test_product_that_gains_nothing_is_not_split(opcode, other, threads):
     threads(2)
     assert split(product(opcode, **SPLIT)).instead is not None
     assert split(product(opcode, **SPLIT | other)).instead is None
+
+
+@pytest.mark.parametrize("opcode", OPCODES)
+@pytest.mark.parametrize("way", ["parts", "oneDNN"])
+def test_product_whose_views_do_not_fit_is_left_to_the_library(opcode, way, threads):
+    """The library refuses such instructions of hostile clients.
+
+    Parts of the second factor would be a product of something. oneDNN ends the process for a second factor with three dimensions.
+    """
+    threads(2)
+    fitting = product(opcode, rows=4 if way == "parts" else 300, depth=512, columns=1024)
+    position = products._PRODUCTS[fitting.opcode][1]
+    first, out = position - 1, len(fitting.operands) - 1
+    others = {
+        "depth": (position, (1024, 500)),
+        "turned": (position, tuple(reversed(fitting.operands[position].view.sizes))),
+        "three dimensions": (position, (1, *fitting.operands[position].view.sizes)),
+    }
+    if way == "parts":
+        others["result"] = (out, (1024, 4))
+    if fitting.opcode != "linear":
+        others["batch"] = (first, (1, *fitting.operands[first].view.sizes))
+    find = {"parts": lambda form: products.split_product(form, torch.mm), "oneDNN": products.onednn_product}[way]
+    assert find(fitting) is not None
+    for name, (k, sizes) in others.items():
+        changed = list(fitting.operands)
+        changed[k] = replace(changed[k], view=View(F32, sizes, row_major(sizes)))
+        assert find(replace(fitting, operands=tuple(changed))) is None, name
 
 
 def test_product_on_one_thread_is_not_split(threads):

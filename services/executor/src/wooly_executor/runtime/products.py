@@ -59,7 +59,7 @@ class _Shape(NamedTuple):
 
 
 def _shape_of(form: Form) -> _Shape | None:
-    """Return the shape of an instruction's product; None: it is no product, or no plain one."""
+    """Return the shape of an instruction's product; None: it is no product, or no plain one, or its views do not fit together."""
     if form.opcode not in _PRODUCTS or form.params or readings(form) or gradients_of(form) is not None:
         return None
     args, views = form.attr("args"), [o.view for o in form.operands]
@@ -78,7 +78,9 @@ def _shape_of(form: Form) -> _Shape | None:
     depth = x.sizes[-1] if x.sizes else 0
     if not depth or not _row_major(x):
         return None
-    columns = w.numel // depth
+    columns, linear = w.numel // depth, form.opcode == "linear"
+    if w.sizes != ((columns, depth) if linear else (depth, columns)) or not (linear or len(x.sizes) == 2):
+        return None  # the library refuses such views; a batch of parts would compute another product
     if len(given) == 3 and (given[bias].sizes != (columns,) or not _row_major(given[bias])):
         return None
     return _Shape(x.numel // depth, depth, columns, w)
@@ -162,7 +164,13 @@ def split_product(form: Form, library: _Product) -> SplitProduct | None:
         return None
     x, out = form.operands[_PRODUCTS[form.opcode].first].view, form.operands[-1].view
     strides, sizes = shape.weight.strides, shape.weight.sizes
-    if x is None or out is None or len(x.sizes) < 2 or not _row_major(out) or len(sizes) != 2:
+    if (
+        x is None
+        or out is None
+        or len(x.sizes) < 2
+        or not _row_major(out)
+        or out.sizes != (*x.sizes[:-1], shape.columns)
+    ):
         return None
     if math.prod(x.sizes[:-2]) > 1 and x.strides != row_major(x.sizes):
         # Strides that differ for a dimension with one element: the library computes a batch of products with fewer rows each.
