@@ -47,9 +47,9 @@ def test_product_of_valid_components_equals_dense_product():
         ((coo([[0], [0]])[0], [torch.tensor([[0.0], [0.0]]), torch.ones(1)]), "int64"),
         (csr([0, 1, 2, 9], [2, 0, 2]), "must go from 0 to 3, but go from 0 to 9"),
         (csr([0, 9, -6, 3], [2, 0, 2]), "a row must have 0 to 3 elements"),
+        (csr([0, 2, 2, 3], [2, 3, 0]), "index out of range: the plain indices"),
         (csr([0, 1, 3], [2, 0, 2]), "there must be 4 compressed indices"),
         (csr([0, 1, 2, 3], [2, 0, 3]), "index out of range: the plain indices"),
-        (csr([0, 2, 2, 3], [2, 0, 2]), "not sorted or not distinct"),
         (csr([0, 1, 2, 3], [2, 0, 2], values=torch.ones(7)), "there are 3 indices, but .7. values"),
         ((Sparse(Layout.COO, (3, 3), (8,), 1, False), coo([[0], [0]])[1]), "a tensor that the call does not have"),
     ],
@@ -57,6 +57,46 @@ def test_product_of_valid_components_equals_dense_product():
 def test_invalid_components_are_refused_before_any_kernel(given, reason):
     with pytest.raises((RuntimeError, OperationError), match=reason):
         product(given)
+
+
+@pytest.mark.parametrize("layout", [Layout.CSR, Layout.CSC])
+@pytest.mark.parametrize("columns", [[2, 0, 2], [1, 1, 2], [2, 2, 2]])
+def test_plain_indices_in_any_order_give_product_and_dense_tensor(layout, columns):
+    rows = [0, 0, 2]
+    at = [rows, columns] if layout is Layout.CSR else [columns, rows]
+    values = torch.tensor([1.0, 2.0, 4.0])
+    expected = torch.zeros(3, 3).index_put([torch.tensor(a) for a in at], values, accumulate=True)
+    sparse, held = csr([0, 2, 2, 3], columns, layout, values)
+    assert torch.equal(product((sparse, held)), expected @ DENSE)
+    found = operators.dense(SparseCall("aten._to_dense.default", (sparse,), ()).text(), ONE, held, [])
+    assert torch.equal(found[0], expected)
+
+
+def test_row_with_more_elements_than_columns_gives_product():
+    sparse, held = csr([0, 5, 5, 5], [1, 1, 1, 1, 1])
+    assert product((sparse, held)).tolist() == [[15, 20, 25], [0, 0, 0], [0, 0, 0]]
+
+
+def squared(columns):
+    """The product of a sparse matrix with itself, as the components of the result."""
+    _, held = csr([0, 2, 2, 3], columns, values=torch.tensor([1.0, 2.0, 4.0]))
+    twice = (Sparse(Layout.CSR, (3, 3), (0, 1), 2, False), Sparse(Layout.CSR, (3, 3), (0, 1), 2, False))
+    return operators.sparse(SparseCall("aten.mm.default", twice, ()).text(), held, [])
+
+
+def test_product_of_two_sparse_matrices_sorts_their_rows():
+    starts, columns, values, _ = squared([2, 0, 2])
+    assert (starts.tolist(), columns.tolist(), values.tolist()) == ([0, 2, 2, 3], [0, 2, 2], [4, 6, 16])
+    with pytest.raises((RuntimeError, OperationError), match="not sorted or not distinct"):
+        squared([1, 1, 2])
+
+
+@pytest.mark.parametrize("operator", ["aten.sparse_sampled_addmm.default", "aten._to_sparse_csc.default"])
+def test_operators_that_need_order_refuse_unsorted_rows(operator):
+    sparse, held = csr([0, 2, 2, 3], [2, 0, 2])
+    dense = (Dense(3), Dense(3)) if "addmm" in operator else ()
+    with pytest.raises((RuntimeError, OperationError), match="not sorted or not distinct"):
+        operators.sparse(SparseCall(operator, (sparse, *dense), ()).text(), [*held, DENSE], [])
 
 
 def batch(starts, columns, operator="aten._to_dense.default", size=(2, 2, 3), values=None):
@@ -77,9 +117,9 @@ def test_batch_of_compressed_matrices_becomes_dense():
     [
         (([[0, 1, 2], [0, 0, 3]], [[2, 0], [0, 1]]), "must go from 0 to 2, but go from 0 to 3"),
         (([[0, 1, 2], [1, 1, 2]], [[2, 0], [0, 1]]), "must go from 0 to 2, but go from 0 to 2"),
-        (([[0, 1, 2], [0, 5, 2]], [[2, 0], [0, 1]]), "a row must have 0 to 3 elements"),
+        (([[0, 1, 2], [0, 5, 2]], [[2, 0], [0, 1]]), "a row must have 0 to 2 elements"),
         (([[0, 1, 2], [0, 0, 2]], [[2, 0], [0, 3]]), "index out of range: the plain indices"),
-        (([[0, 1, 2], [0, 0, 2]], [[2, 0], [1, 1]]), "not sorted or not distinct"),
+        (([[0, 1, 2], [0, 0, 2]], [[2, 0], [1, 1]], "aten._to_sparse_csc.default"), "not sorted or not distinct"),
         (([[0, 1, 2]], [[2, 0], [0, 1]]), "must have the same batch"),
         (([[0, 1, 2], [0, 0, 2]], [[2, 0], [0, 1]], "aten._to_dense.default", (3, 2, 3)), "the size must begin with"),
         (([[0, 1, 2], [0, 0, 2]], [[2, 0], [0, 1]], "aten.mv.default"), "the operator takes no batches"),

@@ -40,7 +40,22 @@ def assert_same(ours, theirs):
         assert all(torch.equal(x, y) for x, y in zip(parts(a), parts(b), strict=True))
 
 
+def shuffled(device, columns=(2, 0, 1, 2)):
+    """A CSR matrix whose columns are not sorted, or occur several times. PyTorch accepts it."""
+    starts = torch.tensor([0, 2, 3, 4]).to(device)
+    return torch.sparse_csr_tensor(starts, torch.tensor(columns).to(device), VALUES.to(device), (3, 3))
+
+
 CALLS = {
+    "unsorted csr": shuffled,
+    "unsorted csr mm": lambda d: shuffled(d) @ DENSE.to(d),
+    "unsorted csr mv": lambda d: shuffled(d) @ torch.ones(3, device=d),
+    "unsorted csr to dense": lambda d: shuffled(d).to_dense(),
+    "unsorted csr, transposed": lambda d: shuffled(d).t() @ DENSE.to(d),
+    "unsorted csr, scaled": lambda d: shuffled(d) * 2,
+    "unsorted csr times itself": lambda d: (shuffled(d) @ shuffled(d)).to_dense(),
+    "csr with repeated columns mm": lambda d: shuffled(d, (1, 1, 0, 2)) @ DENSE.to(d),
+    "csr with repeated columns to dense": lambda d: shuffled(d, (1, 1, 0, 2)).to_dense(),
     "coo": coo,
     "copy of host": lambda d: coo("cpu").to(d),
     "csr of components": lambda d: torch.sparse_csr_tensor(

@@ -26,7 +26,7 @@ from wooly_executor.runtime.buffers import TORCH_DTYPE
 from wooly_executor.runtime.guards.law import require, require_no_overlap
 from wooly_executor.runtime.sparse.laws import LAWS
 from wooly_executor.runtime.sparse.library import LIBRARY
-from wooly_executor.runtime.sparse.tensors import in_order, made
+from wooly_executor.runtime.sparse.tensors import Order, in_order, made
 from wooly_executor.runtime.torch_private import OpOverload, schema_of
 
 _LAYOUTS: dict[str, torch.layout] = {layout.value: getattr(torch, layout.value) for layout in Layout} | {
@@ -42,6 +42,17 @@ _OF_BATCHES = frozenset(
 )
 #: Operators of which this holds if their first argument is dense.
 _OF_BATCHED_MASKS = frozenset(("aten.sparse_mask.default",))
+#: Operators that take plain indices in any order, also repeated ones, if one argument is sparse and the result is dense. The
+#: library's kernels visit the elements one by one, and use each index alone as an address.
+_OF_ANY_ORDER = frozenset(
+    (
+        *("aten._to_dense.default", "aten.mm.default", "aten.mm.out", "aten.addmm.default", "aten.addmm_.default"),
+        *("aten.addmm.out", "aten.mv.default", "aten.addmv.default", "aten.addmv.out"),
+    )
+)
+#: Operators whose sparse result has indices of its own: sorted arguments give the same matrix. For other operators, the client or
+#: a gradient may combine the result's values with an argument's indices, so the place of an element must stay.
+_OF_SORTABLE = frozenset(("aten.mm.default",))
 _parsed = lru_cache(4096)(SparseCall.parse)
 _results = lru_cache(4096)(parse_results)
 
@@ -85,9 +96,16 @@ class _Given:
         operator, first = self.call.operator, self.call.args[:1]
         return operator in _OF_BATCHES or (operator in _OF_BATCHED_MASKS and any(isinstance(a, Dense) for a in first))
 
+    @property
+    def _order(self) -> Order:
+        operator = self.call.operator
+        if len(self.call.sparse()) == 1:
+            return Order.ANY if operator in _OF_ANY_ORDER else Order.SORTED
+        return Order.SORTABLE if operator in _OF_SORTABLE else Order.SORTED
+
     def _value(self, a: Argument) -> Any:
         if isinstance(a, Sparse):
-            return made(a, self._tensors, batches=self._takes_batches)
+            return made(a, self._tensors, batches=self._takes_batches, order=self._order)
         if isinstance(a, Dense):
             require(a.at < len(self._tensors), "an argument refers to a tensor that the call does not have")
             return self._tensors[a.at]

@@ -3,12 +3,16 @@
 The library's sparse kernels use indices as addresses without a check. They trust that the indices are in bounds, and that those
 of a coalesced tensor are sorted and distinct. So every index is checked in every call, before a kernel sees it. On a GPU, the
 host waits for the answer; the library's own checks there are assertions that would end the context of all tenants.
+
+PyTorch also makes CSR and CSC tensors whose plain indices are not sorted or not distinct, unless a script asks for checks. Some
+kernels need no order, and for others the executor sorts first: see `Order`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -23,17 +27,30 @@ _MAKE: dict[Layout, Callable[..., Tensor]] = {
     Layout.BSC: torch.sparse_bsc_tensor,
 }
 _BLOCKED = (Layout.BSR, Layout.BSC)
+_UNBLOCKED = (Layout.CSR, Layout.CSC)
 #: Layouts whose compressed dimension is that of the rows.
 _BY_ROW = (Layout.CSR, Layout.BSR)
 
 
-def made(a: Sparse, tensors: Sequence[Tensor], *, batches: bool = False) -> Tensor:
+class Order(Enum):
+    """What an operator needs of the plain indices of a row, in CSR and CSC tensors."""
+
+    #: They must be sorted and distinct. BSR and BSC tensors always need this.
+    SORTED = "sorted"
+    #: They must be distinct. The executor sorts them, so the result must not depend on the place of an element in its row.
+    SORTABLE = "sortable"
+    #: They may be in any order, and an index may occur several times.
+    ANY = "any"
+
+
+def made(a: Sparse, tensors: Sequence[Tensor], *, batches: bool = False, order: Order = Order.SORTED) -> Tensor:
     """Make a sparse argument.
 
     Args:
         a: the argument.
         tensors: the dense operands of the call.
         batches: whether a compressed tensor may be a batch of matrices, and have dense dimensions.
+        order: what the operator needs of the plain indices of a row.
 
     Raises:
         RuntimeError: the components do not fit together, or an index is out of range.
@@ -48,7 +65,7 @@ def made(a: Sparse, tensors: Sequence[Tensor], *, batches: bool = False) -> Tens
     indices, values = [i.contiguous() for i in indices], values.contiguous()
     if a.layout is Layout.COO:
         return _coo(a, indices[0], values)
-    return _compressed(a, indices[0], indices[1], values, batches)
+    return _compressed(a, indices[0], indices[1], values, batches, order)
 
 
 def _coo(a: Sparse, indices: Tensor, values: Tensor) -> Tensor:
@@ -82,7 +99,7 @@ def _coo(a: Sparse, indices: Tensor, values: Tensor) -> Tensor:
     return torch.sparse_coo_tensor(indices, values, a.size, is_coalesced=a.coalesced, check_invariants=False)
 
 
-def _compressed(a: Sparse, compressed: Tensor, plain: Tensor, values: Tensor, batches: bool) -> Tensor:
+def _compressed(a: Sparse, compressed: Tensor, plain: Tensor, values: Tensor, batches: bool, order: Order) -> Tensor:
     dtypes = {compressed.dtype, plain.dtype}
     require(
         len(dtypes) == 1 and dtypes <= {torch.int32, torch.int64}, "the indices must both be int32 or both be int64"
@@ -112,7 +129,15 @@ def _compressed(a: Sparse, compressed: Tensor, plain: Tensor, values: Tensor, ba
     )
     counts = [n // b for n, b in zip(matrix, sides, strict=True)]
     rows, columns = counts if a.layout in _BY_ROW else counts[::-1]
-    check_compressed(compressed, plain, rows, columns)
+    if a.layout not in _UNBLOCKED or order is Order.SORTED:
+        check_compressed(compressed, plain, rows, columns)
+    else:
+        longest = columns if order is Order.SORTABLE else plain.shape[-1]
+        row = _rows_of_elements(compressed, plain, rows, columns, longest)
+        if order is Order.SORTABLE and not batch:
+            plain, values = in_order(compressed, plain, values)
+        if order is Order.SORTABLE:
+            _require_order(row, plain, columns)
     return _MAKE[a.layout](compressed, plain, values, a.size, check_invariants=False)
 
 
@@ -144,6 +169,15 @@ def check_compressed(compressed: Tensor, plain: Tensor, rows: int, columns: int)
     Raises:
         RuntimeError: an index is out of range, or the columns of a row are not sorted and distinct.
     """
+    _require_order(_rows_of_elements(compressed, plain, rows, columns, columns), plain, columns)
+
+
+def _rows_of_elements(compressed: Tensor, plain: Tensor, rows: int, columns: int, longest: int) -> Tensor:
+    """Check that all indices are in range and that no row has more than `longest` elements.
+
+    Returns:
+        The row of each element, counted over all batches: (batch * nnz).
+    """
     require(
         compressed.dim() >= 1 and compressed.shape[:-1] == plain.shape[:-1],
         f"compressed indices {list(compressed.shape)} and plain indices {list(plain.shape)} must have the same batch",
@@ -152,8 +186,9 @@ def check_compressed(compressed: Tensor, plain: Tensor, rows: int, columns: int)
     require(
         compressed.shape[-1] == rows + 1, f"there must be {rows + 1} compressed indices, not {compressed.shape[-1]}"
     )
+    none = torch.empty(0, dtype=torch.int64, device=plain.device)
     if not batches:
-        return
+        return none
     starts = compressed.reshape(batches, rows + 1).to(torch.int64)
     counts = starts.diff(dim=1)
     first, last = starts[:, 0].aminmax(), starts[:, -1].aminmax()
@@ -164,16 +199,19 @@ def check_compressed(compressed: Tensor, plain: Tensor, rows: int, columns: int)
     )
     if not nnz:
         require(not rows or ends[4] == ends[5] == 0, "the compressed indices must be 0 for a tensor without elements")
-        return
+        return none
     require(
-        ends[4] >= 0 and ends[5] <= columns,
-        f"a row must have 0 to {columns} elements, but one has {ends[4]} or {ends[5]}",
+        ends[4] >= 0 and ends[5] <= longest,
+        f"a row must have 0 to {longest} elements, but one has {ends[4]} or {ends[5]}",
     )
     least, most = torch.stack(plain.aminmax()).tolist()
     _require_bounds("the plain indices", least, most, columns)
-    row = torch.repeat_interleave(
+    return torch.repeat_interleave(
         torch.arange(batches * rows, device=plain.device), counts.reshape(-1), output_size=batches * nnz
     )
+
+
+def _require_order(row: Tensor, plain: Tensor, columns: int) -> None:
     place = row * columns + plain.reshape(-1)
     require(bool((place[1:] > place[:-1]).all()), "the plain indices of a row are not sorted or not distinct")
 
