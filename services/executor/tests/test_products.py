@@ -11,9 +11,7 @@ from wooly_executor.runtime import products
 from wooly_executor.runtime.adoption import Layout
 from wooly_executor.runtime.calls import library_call
 from wooly_executor.runtime.device import HOST, InexactHost
-from wooly_executor.runtime.invocation import ONE_CORE, settings_of
 from wooly_executor.runtime.segments import Invoke, Segment
-from wooly_executor.runtime.torch_private import limit_products
 from wooly_testkit.tape import Tape
 from wooly_wis.assembly import row_major
 from wooly_wis.dtypes import DType
@@ -192,23 +190,6 @@ def test_split_product_of_a_sequence_has_the_bits_of_the_library(opcode, rows, s
     expected = call.op(*given)
     assert torch.equal((call.instead or call.op)(*given), expected)
     assert torch.equal(in_segment(call, given), expected)
-
-
-@pytest.mark.skipif(not is_measured_chip or limit_products is None, reason="MKL may have other bits on this chip")
-@pytest.mark.parametrize("opcode", OPCODES)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4])
-def test_small_split_product_has_the_bits_of_the_library_on_one_core(opcode, rows, threads):
-    """The executor runs small products on the calling core, parts of them, too. MKL adds some sums in another order there."""
-    threads(2)
-    form = product(opcode, rows=rows, depth=256, columns=1024)
-    call, given = split(form), operands(form)
-    assert call.instead is not None and settings_of(form, call, HOST) == (ONE_CORE,)
-    limit_products(1)
-    try:
-        found, expected = call.instead(*given), call.op(*given)
-    finally:
-        limit_products(0)
-    assert torch.equal(found, expected)
 
 
 def test_split_product_computes_each_part_as_its_own_product(monkeypatch, threads):
