@@ -15,6 +15,7 @@ import torch
 HERE = Path(__file__).parent
 #: For each program in `programs/`: the module that it needs.
 PROGRAMS = {
+    "attention_variants": "x_transformers",
     "attributions": "captum",
     "bayesian_optimization": "botorch",
     "diffusion": "diffusers",
@@ -25,6 +26,7 @@ PROGRAMS = {
     "ignite_engine": "ignite",
     "image_processing": "kornia",
     "lightning_trainer": "lightning",
+    "medical_segmentation": "monai",
     "ordinary_differential_equations": "torchdiffeq",
     "preference_training": "trl",
     "private_training": "opacus",
@@ -32,6 +34,7 @@ PROGRAMS = {
     "quantised_weights": "torchao",
     "scikit_wrapper": "skorch",
     "sentence_embeddings": "sentence_transformers",
+    "sparse_adjacency": "torch_geometric",
 }
 #: Programs whose results may differ in the last bits: the largest difference, and the reason.
 DIFFERENT = {
