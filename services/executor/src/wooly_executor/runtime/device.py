@@ -17,7 +17,7 @@ from wooly_bus.huge_pages import WISH_FROM, wish_for_huge_pages
 from wooly_wis.program import Form, Symbol
 
 from wooly_executor.runtime.buffers import bytes_of
-from wooly_executor.runtime.calls import LibraryCall, function_of
+from wooly_executor.runtime.calls import LibraryCall
 from wooly_executor.runtime.fresh_memory import on_zeros
 from wooly_executor.runtime.products import onednn_product, split_product
 from wooly_executor.runtime.unpivoted import unpivoted
@@ -101,7 +101,7 @@ class TorchDevice:
         """
         instead = unpivoted(call)
         if instead is None and self.host:
-            instead = split_product(form, function_of(call.op))
+            instead = split_product(form, call.op)
         return call if instead is None else replace(call, instead=instead)
 
     def result(self, t: Tensor, sizes: tuple[int, ...]) -> Tensor:

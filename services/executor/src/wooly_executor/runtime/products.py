@@ -26,8 +26,8 @@ from wooly_wis.assembly import row_major
 from wooly_wis.dtypes import DType
 from wooly_wis.program import Form, OperandRef, Role, View
 
-from wooly_executor.runtime.calls import gradients_of, readings
-from wooly_executor.runtime.torch_private import linear_pointwise
+from wooly_executor.runtime.calls import function_of, gradients_of, readings
+from wooly_executor.runtime.torch_private import OpOverload, linear_pointwise
 
 #: Minimum numbers of rows and columns of the result, and of products per element. The BLAS is as fast or faster below them.
 ROWS: Final = 256
@@ -157,20 +157,16 @@ class SplitProduct:
         return found
 
 
-def split_product(form: Form, library: _Product) -> SplitProduct | None:
+def split_product(form: Form, op: OpOverload) -> SplitProduct | None:
     """Return the function that computes a product with few rows in parts, with the library's bits; None: use the library."""
     threads, shape = torch.get_num_threads(), _shape_of(form)
     if shape is None or threads == 1 or not 1 <= shape.rows <= FEW_ROWS or not _mkl_is_slow():
         return None
     x, out = form.operands[_PRODUCTS[form.opcode].first].view, form.operands[-1].view
     strides, sizes = shape.weight.strides, shape.weight.sizes
-    if (
-        x is None
-        or out is None
-        or len(x.sizes) < 2
-        or not _row_major(out)
-        or out.sizes != (*x.sizes[:-1], shape.columns)
-    ):
+    if x is None or out is None or len(x.sizes) < 2:
+        return None
+    if not _row_major(out) or out.sizes != (*x.sizes[:-1], shape.columns):
         return None
     if math.prod(x.sizes[:-2]) > 1 and x.strides != row_major(x.sizes):
         # Strides that differ for a dimension with one element: the library computes a batch of products with fewer rows each.
@@ -186,7 +182,7 @@ def split_product(form: Form, library: _Product) -> SplitProduct | None:
         if (shape.rows == 1 or shape.columns % (parts * STEP) == 0) and shape.columns // parts >= PART_COLUMNS:
             if not _splits_exactly(shape.rows, threads):
                 return None
-            return SplitProduct(library, form.opcode, shape, (x.sizes, out.sizes), parts)
+            return SplitProduct(function_of(op), form.opcode, shape, (x.sizes, out.sizes), parts)
     return None
 
 

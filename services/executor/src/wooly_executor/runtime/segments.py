@@ -276,6 +276,7 @@ class Segment:
     def _split(
         self, product: SplitProduct, given: list[str], defaults: list[str], result: str, at: int, op: OpOverload
     ) -> None:
+        """Append what `SplitProduct` calls: views of the factors, the batch, its rows in order, and the left over columns."""
         left, right, bias = product.factors(given)
         factors = [self._seen(left, product.left, at), self._seen(right, product.right, at)]
         found = self._fresh()
