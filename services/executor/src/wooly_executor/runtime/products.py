@@ -4,7 +4,7 @@ On chips of another vendor than its own, MKL reaches three quarters of the possi
 one factor has few rows. There are two ways around this:
 
 - A product with few rows is split by its columns into one batch, whose products MKL spreads over the cores (`split_product`). The
-  bits are the library's. This is how a model computes the next token: 1.1 to 1.9 times as fast with two cores.
+  bits are the library's. A model computes the next token with such products: 1.1 to 2 times as fast with two cores.
 - In plans of mode `full`, which may have other bits, oneDNN, which torch contains, too, computes products with many rows. It
   rounds the product before it adds the bias, as a separate addition would.
 
