@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import wooly
 from typer.testing import CliRunner
 from wooly.cli import smi
 from wooly.cli.commands import app, doctor
@@ -99,6 +100,12 @@ def test_readme_contains_commands_and_targets():
 def _code(text):
     """Code blocks and code spans of a page."""
     return re.findall(r"```sh\n(.*?)```", text, re.S) + re.findall(r"`([^`\n]+)`", text)
+
+
+def test_version_is_printed_by_option_and_by_command():
+    found = [cli.invoke(app, [word]).output for word in ("--version", "version")]
+    assert found == [f"{wooly.__version__}\n"] * 2
+    assert "Run PyTorch programs" in cli.invoke(app, ["--help"]).output
 
 
 def test_help_does_not_import_torch():

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from wooly.cli.commands import (  # noqa: F401
     cluster,
     credits,
@@ -26,6 +30,21 @@ __all__ = ["app", "main"]
 def main() -> None:
     """Entry point of the `wooly` command."""
     app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print Wooly's version.")
+    ] = False,
+) -> None:
+    """Run PyTorch programs that use “cuda” on remote devices."""
 
 
 @app.command()

@@ -18,7 +18,6 @@ from wooly.settings import Settings, SettingsError, load
 
 app = typer.Typer(
     name="wooly",
-    help="Run PyTorch programs that use “cuda” on remote devices.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
