@@ -14,7 +14,8 @@ from wooly_bus.channel import ChannelClosedError
 from wooly_bus.supervision import BROKEN
 from wooly_testkit import forks
 from wooly_testkit.cluster import Cluster, Tenant, enter
-from wooly_wis.messages import TaskRequest
+from wooly_wis.frames import Kind
+from wooly_wis.messages import RenewSessionRequest, TaskRequest
 
 pytestmark = pytest.mark.connected
 #: An executor that works until a file exists. Then its device thread, or its journal, meets a fault in our own code.
@@ -153,3 +154,33 @@ def test_executor_ending_before_connect_is_replaced(cluster, alice, how):
     assert done.returncode == 0, done.stderr
     (_, first), (answer, second) = map(str.split, done.stdout.splitlines())
     assert answer == "3.0" and {first, second} == {"a", "b"}
+
+
+def test_session_waits_for_client_that_is_stopped(tmp_path):
+    """A client that is stopped (Ctrl-Z) renews no lease, but its system holds the connection."""
+    with contextlib.ExitStack() as stack:
+        cluster = Cluster(tmp_path, stack, router={"LEASE_S": "1"}, executor={"HEARTBEAT_S": "0.2"})
+        alice = Tenant(cluster, "alice")
+        stack.callback(alice.control.close)
+        opened = alice.open()
+        channel, _ = enter(opened)
+
+        def story():
+            return alice.ask(contracts.ROUTER_TASK_GET, TaskRequest(task_id=opened.session_id)).story
+
+        cluster.wait(lambda: "its client is silent, but connected" in story()[-1].reason)
+        time.sleep(3)
+        channel.send(Kind.SYNC)
+        assert channel.recv(20).kind == Kind.RESULT
+        renewal = RenewSessionRequest(session_id=opened.session_id, token=opened.token)
+        assert alice.ask(contracts.ROUTER_SESSION_RENEW, renewal).lease_s == 1
+        assert story()[-1].reason.startswith("its client is heard again after")
+        cluster.kill("router")  # nor does anybody renew it while no router runs
+        time.sleep(3)
+        cluster.start("router")
+        cluster.find_router()
+        channel.send(Kind.SYNC)
+        assert channel.recv(20).kind == Kind.RESULT
+        assert story()[-1].state == "started"
+        channel.close()
+        cluster.wait(lambda: story()[-1].state == "failed")

@@ -1,5 +1,6 @@
 """Tests of the control plane of a real executor process: sessions are opened, renewed, refused, closed, and expire."""
 
+import contextlib
 import os
 import time
 
@@ -19,16 +20,17 @@ pytestmark = pytest.mark.connected
 LIMIT = 1 << 20
 
 
-@pytest.fixture(scope="module")
-def executor(nats_server, tmp_path_factory):
-    """`executor(verb, **fields)` sends a request to the executor "x"."""
+@contextlib.contextmanager
+def started(nats_server, state, name, **settings):
+    """An executor. `executor(verb, **fields)` sends a request to it."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WOOLY_EXECUTOR_")} | {
         "WOOLY_EXECUTOR_NATS_URL": nats_server,
-        "WOOLY_EXECUTOR_ID": "x",
+        "WOOLY_EXECUTOR_ID": name,
         "WOOLY_EXECUTOR_LISTEN": "tcp://127.0.0.1:0",
         "WOOLY_EXECUTOR_MEMORY": str(LIMIT),
         "WOOLY_EXECUTOR_HEARTBEAT_S": "0.05",
-        "WOOLY_EXECUTOR_STATE_DIR": str(tmp_path_factory.mktemp("state")),
+        "WOOLY_EXECUTOR_STATE_DIR": str(state),
+        **settings,
     }
     process = Forked("wooly_executor", env=environment)
     control = ControlClient(nats_server)
@@ -37,11 +39,11 @@ def executor(nats_server, tmp_path_factory):
         match verb:
             case "open":
                 message = HostSessionRequest(**{"tenant": "t", "priority": 2, "lease_s": 60.0} | fields)
-                return control.request(contracts.EXECUTOR_SESSION_OPEN.at("x"), message)
+                return control.request(contracts.EXECUTOR_SESSION_OPEN.at(name), message)
             case "renew":
-                return control.request(contracts.EXECUTOR_SESSION_RENEW.at("x"), RenewSessionRequest(**fields))
+                return control.request(contracts.EXECUTOR_SESSION_RENEW.at(name), RenewSessionRequest(**fields))
             case _:
-                return control.request(contracts.EXECUTOR_SESSION_CLOSE.at("x"), CloseSessionRequest(**fields))
+                return control.request(contracts.EXECUTOR_SESSION_CLOSE.at(name), CloseSessionRequest(**fields))
 
     try:
         deadline = time.monotonic() + 60
@@ -57,6 +59,12 @@ def executor(nats_server, tmp_path_factory):
         process.kill()
         process.wait()
         control.close()
+
+
+@pytest.fixture(scope="module")
+def executor(nats_server, tmp_path_factory):
+    with started(nats_server, tmp_path_factory.mktemp("state"), "x") as ask:
+        yield ask
 
 
 def test_executor_session_is_opened_renewed_and_closed(executor, wis):
@@ -88,13 +96,47 @@ def test_executor_wrong_token_is_refused_and_the_session_goes_on(executor, verb,
     assert executor("renew", session_id="mine", token="secret").lease_s == 60
 
 
-def test_executor_lease_expired_closes_the_session(executor, wis):
-    reply = executor("open", session_id="brief", token="secret", lease_s=0.01)
-    with pytest.raises((ChannelClosedError, wis.error)):  # the lease may end before the client has said hello
-        client = wis.client(Endpoint.parse(reply.endpoints[0]), "brief", "secret")
+def ends(executor, session_id):
+    """Wait until the executor does not have the session."""
+    deadline = time.monotonic() + 30
+    while True:
         try:
-            client.channel.recv(30)
-        finally:
-            client.channel.close()
-    with pytest.raises(RefusedError):
-        executor("renew", session_id="brief", token="secret")
+            executor("renew", session_id=session_id, token="secret")
+        except RefusedError as e:
+            assert e.code == "executor.no_session"
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.2)  # a renewed lease ends sooner
+
+
+def test_executor_lease_expired_ends_session_without_client(executor):
+    executor("open", session_id="alone", token="secret", lease_s=0.01)
+    ends(executor, "alone")
+
+
+def test_executor_session_of_connected_client_outlives_its_lease(executor, wis, nats_server):
+    """A client that is stopped, as by Ctrl-Z, renews nothing."""
+    reply = executor("open", session_id="stopped", token="secret", lease_s=0.5)
+    client = wis.client(Endpoint.parse(reply.endpoints[0]), "stopped", "secret")
+    with (
+        contextlib.closing(ControlClient(nats_server)) as control,
+        control.subscription(contracts.EXECUTOR_NODE_HEARTBEAT) as beats,
+    ):
+        while "stopped" not in beats.get(30).late:
+            pass
+    time.sleep(1)
+    client.sync()
+    client.channel.close()
+    ends(executor, "stopped")
+
+
+def test_executor_session_of_connected_client_ends_after_long_silence(nats_server, tmp_path, wis):
+    with started(nats_server, tmp_path, "strict", WOOLY_EXECUTOR_SILENCE_S="0") as executor:
+        reply = executor("open", session_id="brief", token="secret", lease_s=0.01)
+        with pytest.raises((ChannelClosedError, wis.error)):  # the lease may end before the client has said hello
+            client = wis.client(Endpoint.parse(reply.endpoints[0]), "brief", "secret")
+            try:
+                client.channel.recv(30)
+            finally:
+                client.channel.close()
+        ends(executor, "brief")

@@ -10,7 +10,7 @@ from wooly_bus.app import CONCURRENT_REQUESTS, ServiceApp
 from wooly_bus.channel.token import SignedPass
 from wooly_bus.errors import RefusedError
 from wooly_router import advice, executors, opening
-from wooly_router.actor import ABANDONED_S, NEW_SESSION_S
+from wooly_router.actor import ABANDONED_S, HEARD, NEW_SESSION_S, SILENT
 from wooly_router.opening import HEARTBEAT_GRACE_S, OPEN_BUDGET_S
 from wooly_router.state import tasks
 from wooly_router.state.nodes import GroupRecord
@@ -413,6 +413,32 @@ async def test_lapse_of_lease_ends_session_on_executor(rig):
         assert await r.actor.lapse() == 1
         assert r.executors[0].closed == [(first.session_id, "the session's lease lapsed")]
         assert await r.sessions() == [second.session_id]
+
+
+@pytest.mark.on_both
+async def test_lapse_keeps_session_whose_silent_client_is_connected(rig):
+    async with rig("a") as r:
+        opened = await r.open()
+        name, executor = opened.session_id, r.executors[0]
+        for _ in range(3):  # a client that is stopped does not renew
+            r.clock.now += 9.5
+            await r.actor.on_heartbeat(executor.heartbeat(sessions=(name,), late=(name,)))
+            assert await r.actor.lapse() == 0
+        await r.actor.on_renew_session(RenewSessionRequest(session_id=name, token=opened.token))
+        story = [told.reason for told in await r.tasks.story(name)]
+        assert story[-2:] == [SILENT, f"{HEARD} after 19 s"]
+        r.clock.now += 9.5
+        await r.actor.on_heartbeat(executor.heartbeat(sessions=(name,)))  # its connection is closed
+        assert await r.actor.lapse() == 1
+        assert executor.closed == [(name, "the session's lease lapsed")]
+
+
+async def test_lapse_does_not_trust_the_last_word_of_a_silent_executor(rig):
+    async with rig("a") as r:
+        name = (await r.open()).session_id
+        await r.actor.on_heartbeat(r.executors[0].heartbeat(sessions=(name,), late=(name,)))
+        r.clock.now += 9.5
+        assert await r.actor.lapse() == 1
 
 
 @pytest.mark.on_both

@@ -353,12 +353,22 @@ class ExecutorActor(Actor):
         while True:
             now = self._clock()
             for session_id, lease in list(self._leases.items()):
-                if now > lease.until:
+                if now > lease.until and not self._is_late(session_id, now):
                     log.warning(
                         "session %s ends: the router did not renew its lease of %.0f s", session_id, lease.length_s
                     )
                     self._close(session_id, "the session's lease lapsed", passing=True)
             await asyncio.sleep(self._settings.heartbeat_s)
+
+    def _is_late(self, session_id: str, now: float) -> bool:
+        """Whether a session's lease was not renewed in time, but its client seems to live: its connection is open.
+
+        The client may be stopped (Ctrl-Z, a debugger), its machine may sleep or be overloaded, or no router may run.
+        """
+        lease = self._leases[session_id]
+        if lease.until - lease.length_s / 2 < now <= lease.until + self._settings.silence_s:
+            return self._loop.sessions.connected(session_id)
+        return False
 
     async def _sample_spans(self) -> None:
         """Record spans of what traced sessions ran. This waits while the device is busy."""
@@ -404,6 +414,7 @@ class ExecutorActor(Actor):
             endpoints=self._endpoints,
             sessions=tuple(dict.fromkeys([*sessions, *self.jobs.sessions()])),
             memory_used=memory.own + memory.contents,
+            late=tuple([session_id for session_id in sessions if self._is_late(session_id, now)]),
             utilization=min(1.0, max(0.0, share)),
             weights=tuple(weights),
             memory=memory,

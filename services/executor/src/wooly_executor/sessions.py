@@ -348,6 +348,12 @@ class Sessions:
         else:
             conn.close(why)
 
+    def connected(self, session_id: str) -> bool:
+        """Whether a session's client has an open connection. Any thread may call this."""
+        session = self._open.get(session_id)
+        conn = None if session is None else session.conn
+        return conn is not None and not conn.closed
+
     def gone(self, conn: Connection, reason: str, *, hung_up: bool = False) -> None:
         """End the session of a connection that was closed. `hung_up`: see `Ended`."""
         session: Session | None = conn.owner

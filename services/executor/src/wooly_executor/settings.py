@@ -183,6 +183,12 @@ class ExecutorSettings(BaseSettings):
         gt=0,
         description="seconds for which checkpoints remain after the end of a session that its client did not close",
     )
+    silence_s: float = Field(
+        default=3600.0,
+        ge=0,
+        description="seconds for which a session outlives its lease while its client's connection is open: the client is stopped "
+        "(Ctrl-Z, a debugger), its machine sleeps, or no router runs",
+    )
     drain_s: float = Field(
         default=0.0,
         ge=0,

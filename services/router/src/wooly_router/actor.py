@@ -73,6 +73,9 @@ LEASES_EVERY_S = 0.5
 NEW_SESSION_S = 5.0
 #: Why a session ended whose client stopped renewing it, or stopped asking for its turn in the queue.
 LAPSED = "the session's lease lapsed"
+#: In the story of a session's task.
+SILENT = "its client is silent, but connected: it may be stopped, or its machine sleeps; the session waits for it"
+HEARD = "its client is heard again"
 LEFT = "its client no longer asked for its turn in the queue"
 #: Why the session of a rank ended that had a reserved device.
 NOT_ASKED = "the rank never asked for the device that was reserved for it, and no other rank runs"
@@ -129,6 +132,8 @@ class RouterActor:
         self._renewing: set[str] = set()
         #: Ranks of programs that their executor did not have in the last round of `reconcile`.
         self._absent: set[str] = set()
+        #: Sessions whose clients are silent: since when their leases were extended for it, and when the last time.
+        self._silent: dict[str, tuple[float, float]] = {}
         self.client_nats_url = settings.client_nats_url or shown(settings.nats_url)
         app.serve(contracts.ROUTER_SESSION_OPEN, self.on_open_session)
         app.serve(contracts.ROUTER_SESSION_RENEW, self.on_renew_session, concurrency=MAX_RENEWALS)
@@ -278,6 +283,9 @@ class RouterActor:
                     "router.executor_lost", f"executor {name} does not answer", retryable=True
                 ) from problem
             raise problem
+        if (silent := self._silent.pop(record.id, None)) is not None:
+            text = f"{HEARD} after {self.clock() - silent[0]:.0f} s"
+            await self.world.tasks.note(record.id, text, self.clock())
         lease_s = min(leases, default=self.settings.lease_s)  # a hibernated session has no executor
         self._prolonged[record.id] = self.clock() + lease_s
         reply = RenewSessionReply(lease_s=lease_s, hibernate_after_s=self.hibernate_after_s)
@@ -583,9 +591,14 @@ class RouterActor:
         """
         now = self.clock()
         self.registry.forget_old(now)
+        self._silent = {name: at for name, at in self._silent.items() if now - at[1] <= 2 * self.settings.lease_s}
         await self.write_leases()
         records = [await self.world.tasks.get(task_id) for task_id in await self.world.tasks.lapsed(now)]
-        over = [r for r in records if r is not None and not await self._keeps_reserved(r, now)]
+        over = [
+            r
+            for r in records
+            if r is not None and not await self._keeps_reserved(r, now) and not await self._keeps_silent(r, now)
+        ]
         ended = await asyncio.gather(*[self.end(r, "failed", _why_over(r)) for r in over])
         for record in await self.world.tasks.in_states("pending", kind="session"):
             if now - record.created_at > ABANDONED_S and await self.world.tasks.lease(record.id) is None:
@@ -598,6 +611,22 @@ class RouterActor:
             return False
         async with self.world.database.writing() as s:
             await self.world.tasks.keep_lease(s, record.id, now + RESERVED_S)
+        return True
+
+    async def _keeps_silent(self, record: TaskRecord, now: float) -> bool:
+        """Keep a session whose client is silent, as long as its connections to all executors are open. They say how long.
+
+        A rank is not kept, because the other ranks wait for it.
+        """
+        if record.state != "started" or record.gang.task_id or not record.parts:
+            return False
+        if not all(self.registry.late(part.executor_id, record.id, now) for part in record.parts):
+            return False
+        async with self.world.database.writing() as s:
+            await self.world.tasks.keep_lease(s, record.id, now + self.settings.lease_s)
+        if record.id not in self._silent:
+            await self.world.tasks.note(record.id, SILENT, now)
+        self._silent[record.id] = self._silent.get(record.id, (now, now))[0], now
         return True
 
     async def reconcile(self) -> int:

@@ -8,6 +8,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 SCHEMES = ("unix", "tcp", "tls", "nats")
+#: A TCP connection ends if the other host has not answered for ten minutes: seconds before the first question, between two
+#: questions, and their number. A laptop may sleep for shorter.
+KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 30, "TCP_KEEPCNT": 18}
 
 
 class EndpointError(ValueError):
@@ -72,8 +75,12 @@ class Endpoint:
 
 
 def tune(sock: socket.socket, buffer_bytes: int) -> None:
-    """Set the buffer sizes of a socket, and TCP_NODELAY on TCP."""
+    """Set the buffer sizes of a socket. On TCP, also send at once, and close a connection whose other host has vanished."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():
+            if hasattr(socket, name):  # macOS has other names, and its own times
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -49,6 +49,7 @@ class ExecutorHeartbeat(Message):
         weights: contents in the executor's memory that another session could share, largest first. Each is named by content and
             circle
             (`wooly_bus.contents.shared_name`).
+        late: sessions whose lease has been renewed too late, while the connection of their client is open.
         ending: why the process ends, in its last heartbeat; otherwise empty.
         leaving: why the process will end as soon as its sessions have gone on elsewhere; otherwise empty.
         checkpoints: identity of the place where it stores checkpoints. Executors with the same identity can restore each other's
@@ -62,6 +63,7 @@ class ExecutorHeartbeat(Message):
     device: DeviceFacts
     endpoints: Endpoints
     sessions: tuple[SessionId, ...] = ()
+    late: tuple[SessionId, ...] = ()
     memory_used: Bytes = 0
     utilization: float = Field(default=0.0, ge=0.0, le=1.0)
     weights: tuple[Digest, ...] = Field(default=(), max_length=1024)

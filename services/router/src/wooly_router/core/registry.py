@@ -88,6 +88,11 @@ class Registry:
         seen = self._seen.get(executor_id)
         return seen is not None and session_id in seen.heartbeat.sessions
 
+    def late(self, executor_id: str, session_id: str, now: float) -> bool:
+        """Tell whether an executor that is alive reports that a session's client is silent, but connected."""
+        seen = self._seen.get(executor_id)
+        return seen is not None and seen.lives(now) and session_id in seen.heartbeat.late
+
     def counted(self) -> dict[tuple[str, str], int]:
         """Return what each session counts against its device's promises, in bytes, by executor and session.
 
