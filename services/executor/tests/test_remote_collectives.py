@@ -14,6 +14,7 @@ from wooly_executor.collectives import remote, service
 from wooly_executor.collectives.peers import Introduction, Peer
 from wooly_executor.errors import CollectiveError
 from wooly_executor.host_account import HostLimits
+from wooly_executor.memory.book import Scope
 from wooly_executor.memory.swap import Policy
 from wooly_executor.vram import SwapSettings
 from wooly_wis.collectives import Reduction, What, share_of
@@ -35,14 +36,15 @@ class Ranks:
         timeout_ms: timeout of the group.
         tell: the executors learn where the others are.
         least: the collectives are divided among all devices, into shares of at least this size, in bytes.
+        opened: more arguments with which the sessions are opened.
     """
 
-    def __init__(self, devices, size, *, timeout_ms=60_000, tell=True, least=None):
+    def __init__(self, devices, size, *, timeout_ms=60_000, tell=True, least=None, **opened):
         self.size, self.timeout_ms, self.sequence = size, timeout_ms, 0
         self.devices = [devices[rank % len(devices)] for rank in range(size)]
         for device in devices:
             device.loop.admission.open_for_token(TOKEN)
-        self.clients = [device.open(f"rank{rank}", tenant="default") for rank, device in enumerate(self.devices)]
+        self.clients = [d.open(f"rank{rank}", tenant="default", **opened) for rank, d in enumerate(self.devices)]
         self.instances = [client.welcome["device"]["instance"] for client in self.clients[: len(devices)]]
         self.home = self.instances[0]
         for rank, client in enumerate(self.clients):
@@ -339,6 +341,51 @@ def test_operands_above_the_limit_of_host_memory_fail_for_all_ranks(make_device)
     ranks.all(What.ALL_REDUCE, lambda _: {"reads": [(1, 0, count)], "writes": [(1, 0, count)]}, reduction=Reduction.SUM)
     for client in ranks.clients:
         assert "WOOLY_EXECUTOR_SESSION_HOST" in failure(client)
+
+
+@pytest.mark.parametrize("count", [1 << 10, 1 << 20], ids=["copied at once", "copied by the mover"])
+def test_results_for_which_the_device_has_no_room_fail_only_their_rank(make_device, count):
+    """The rank writes a buffer whose content another buffer shares, so the results need a copy of it."""
+    swap = SwapSettings(Policy(idle_ns=0), patience_ns=10_000_000)
+    a, b = make_device(), make_device(memory=10 << 20, swap=swap)
+    ranks, data = Ranks([a, b], 2, scope=Scope.TENANT), bytes(4 << 20)
+    for client in ranks.clients:
+        for buffer in (1, 2):
+            client.load(buffer, data)
+            client.sealed()
+    other = b.open("other")
+    other.run(client_body(5 << 20), [1], reply=True)
+    part = {"reads": [(2, 0, count)], "writes": [(1, 0, count)], "reduction": Reduction.SUM}
+    ranks.all(What.ALL_REDUCE, lambda _: part)
+    ranks.clients[0].sync()
+    assert "CUDA out of memory" in failure(ranks.clients[1])
+    assert ranks.clients[1].read(2, len(data)) == data
+    other.sync()
+    b.check()
+    ranks.all(What.BARRIER, lambda _: {})  # the group goes on
+    for client in ranks.clients:
+        client.sync()
+
+
+def test_operands_for_which_the_host_has_no_memory_fail_for_all_ranks(make_device, monkeypatch):
+    _, b, ranks = waiting(make_device)
+    allocate = remote._host_memory
+
+    def fails(link, nbytes):
+        if nbytes:
+            raise RuntimeError("DefaultCPUAllocator: not enough memory")
+        return allocate(link, nbytes)
+
+    monkeypatch.setattr(remote, "_host_memory", fails)
+    for rank in (0, 1):
+        ranks.send(rank, What.ALL_REDUCE, **SUM)
+    for client in ranks.clients:
+        assert "not enough memory" in failure(client)
+    assert b.call(lambda: b.loop.sessions["rank1"].host_use().peers) == 0
+    monkeypatch.undo()
+    ranks.all(What.BARRIER, lambda _: {})  # the group goes on
+    for client in ranks.clients:
+        client.sync()
 
 
 def test_host_memory_of_a_collective_is_on_the_account_of_its_session(make_device):

@@ -15,6 +15,7 @@ from wooly_executor import mover, pinned_weights
 from wooly_executor.errors import AdmissionError
 from wooly_executor.memory.book import Scope
 from wooly_executor.memory.swap import Place, Policy
+from wooly_executor.swap_space import Copy
 from wooly_executor.vram import SwapSettings
 from wooly_wis.dtypes import DType
 
@@ -474,6 +475,108 @@ def test_lost_swap_file_fails_its_session_only(make_device, tmp_path, wis):
     device.check()
 
 
+def test_lost_shared_content_fails_its_session_only(make_device, tmp_path, wis):
+    """Nothing shares the lost content, and the session's memory still leaves the device and comes back."""
+    device = make_device(memory=16 * MIB, swap=swap(tmp_path, host=0))
+    data = content(1, 6 * MIB)
+    a, b, c = [device.open(name, tenant="t", scope=TENANT) for name in "abc"]
+    a.load(1, data)
+    a.sealed()
+    b.run(wis.body().alloc("x", 14 * MIB), {"x": 1})
+    b.sync()
+    assert device.residence()["a"] == "away"
+    (file,) = swap_files(tmp_path)
+    os.truncate(file, 100)
+    with pytest.raises(wis.error, match="swapped to disk is lost"):
+        a.read(1, len(data))
+    b.run(wis.body().free("x"), {"x": 1})
+    assert not c.load(1, data) and c.read(1, len(data)) == data
+    device.check()
+    b.run(wis.body().alloc("x", 14 * MIB), {"x": 2})
+    b.sync()
+    assert device.residence() == {"a": "away", "b": "here", "c": "away"}
+    device.check()
+    a.load(1, data)
+    assert a.read(1, len(data)) == c.read(1, len(data)) == data
+    device.check()
+
+
+def test_content_that_is_coming_back_is_not_shared_before_it_is_there(make_device, tmp_path, wis, monkeypatch):
+    device = make_device(memory=16 * MIB, swap=swap(tmp_path))
+    data = content(1, 4 * MIB)
+    a, b, c = [device.open(name, tenant="t", scope=TENANT) for name in "abc"]
+    a.load(1, data)
+    a.sealed()
+    b.run(wis.body().alloc("x", 14 * MIB), {"x": 1}, frees=[1])
+    b.sync()
+    assert device.residence()["a"] == "away"
+    going, go_on, steps = threading.Event(), threading.Event(), mover.LoadJob.steps
+
+    def slow(job):
+        going.set()
+        go_on.wait(WAIT_S)
+        yield from steps(job)
+
+    monkeypatch.setattr(mover.LoadJob, "steps", slow)
+    a.ask(1, len(data))
+    try:
+        assert going.wait(WAIT_S)
+        assert not c.load(1, data)
+        c.sync()
+        device.check()
+    finally:
+        go_on.set()
+    assert a.take(len(data)) == c.read(1, len(data)) == data
+    c.sealed()
+    assert c.load(2, data)
+    device.check()
+
+
+def test_block_that_was_copied_back_half_way_is_poisoned(make_device, tmp_path, wis, monkeypatch):
+    device = make_device(memory=40 * MIB, swap=swap(tmp_path))
+    data = content(1, 24 * MIB)
+    a, b = device.open("a"), device.open("b")
+    a.run(wis.body().alloc("x", len(data)), {"x": 1})
+    a.write(1, data)
+    a.sync()
+    b.run(wis.body().alloc("x", 30 * MIB), {"x": 1})
+    b.sync()
+    assert device.residence()["a"] == "away"
+    load = Copy.load
+
+    def fails(copy, target, start, stop):
+        if start:
+            raise RuntimeError("no more pinned memory")
+        load(copy, target, start, stop)
+
+    monkeypatch.setattr(Copy, "load", fails)
+    with pytest.raises(wis.error, match="could not be copied back: no more pinned memory"):
+        a.read(1, len(data))
+    device.check()
+
+
+def test_place_that_takes_no_copy_is_not_tried_again(make_device, tmp_path, wis, monkeypatch):
+    device = make_device(memory=10 * MIB, swap=swap(tmp_path, patience_ms=50))
+    data = content(1, 6 * MIB)
+    a, b = device.open("a"), device.open("b")
+    a.run(wis.body().alloc("x", len(data)), {"x": 1})
+    a.write(1, data)
+    a.sync()
+    tried = []
+
+    def fails(copy, source, start, stop):
+        tried.append(copy.place)
+        raise RuntimeError("no more pinned memory")
+
+    monkeypatch.setattr(Copy, "save", fails)
+    b.run(wis.body().alloc("x", 8 * MIB), {"x": 1})
+    with pytest.raises(wis.error, match="CUDA out of memory"):
+        b.sync()
+    assert tried == [Place.HOST, Place.DISK]
+    assert a.read(1, len(data)) == data
+    device.check()
+
+
 def test_full_disk_fails_the_allocation_only(make_device, tmp_path, wis, monkeypatch):
     device = make_device(memory=10 * MIB, swap=swap(tmp_path, host=0, idle_ms=20, patience_ms=50))
     a, b = device.open("a"), device.open("b")
@@ -659,6 +762,46 @@ def test_p0_takes_memory_of_a_busy_lower_class_between_its_programs(make_device,
         trainer.join(WAIT_S)
     assert low.read(1, len(data)) == (data if len(done) % 2 == 0 else inverted(data))
     assert device.call(lambda: device.loop.sessions["low"].holdings.swaps) == 3
+    device.check()
+
+
+def test_p0_gets_memory_when_the_answer_from_a_lower_class_is_sent(make_device, tmp_path, wis):
+    """The lower class does nothing afterwards, and idle sessions would have to wait for a minute."""
+    device = make_device(memory=40 * MIB, swap=swap(tmp_path, idle_ms=60_000))
+    low, high = device.open("low", priority=4), device.open("high", priority=0)
+    data = content(1, 32 * MIB)
+    low.run(wis.body().alloc("x", len(data)), {"x": 1})
+    low.write(1, data)
+    low.sync()
+    low.ask(1, len(data))
+    wait(device, lambda: device.call(lambda: device.loop.sessions["low"].flow.lent))
+    high.run(wis.body().alloc("x", 30 * MIB), {"x": 1})
+    wait(device, lambda: vram_of(device, lambda v: v.preempting))
+    assert low.take(len(data)) == data
+    high.sync()
+    assert device.residence() == {"low": "away", "high": "here"}
+    device.check()
+
+
+def test_p0_gets_memory_when_contents_of_a_lower_class_are_hashed(make_device, tmp_path, wis, monkeypatch):
+    device = make_device(memory=10 * MIB, swap=swap(tmp_path, idle_ms=60_000))
+    low, high = device.open("low", priority=4, scope=SHARED), device.open("high", priority=0)
+    go_on, steps = threading.Event(), mover.HashJob.steps
+
+    def slow(job):
+        go_on.wait(WAIT_S)
+        yield from steps(job)
+
+    monkeypatch.setattr(mover.HashJob, "steps", slow)
+    low.load(1, content(1, 8 * MIB))
+    low.sync()
+    high.run(wis.body().alloc("x", 8 * MIB), {"x": 1})
+    try:
+        wait(device, lambda: vram_of(device, lambda v: v.preempting))
+    finally:
+        go_on.set()
+    high.sync()
+    assert device.residence() == {"low": "away", "high": "here"}
     device.check()
 
 

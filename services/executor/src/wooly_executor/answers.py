@@ -49,6 +49,7 @@ class Answers:
         device: the device that holds the buffers.
         post: gets the event that a client has read, or has read nothing for too long.
         limits: bounds the answers that are queued for one client.
+        returned: called when an answer was sent from buffers, so that the session may leave the device again.
         clock: returns monotonic seconds.
 
     Attributes:
@@ -62,11 +63,12 @@ class Answers:
         device: TorchDevice,
         post: Post,
         limits: HostLimits,
+        returned: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.waiting: list[Session] = []
         self._server, self._device, self._post = server, device, post
-        self._limits, self._clock = limits, clock
+        self._limits, self._returned, self._clock = limits, returned, clock
         self._said = False
 
     def say(self, conn: Connection, value: dict[str, Any], kind: Kind = Kind.RESULT) -> None:
@@ -190,6 +192,7 @@ class Answers:
             else:
                 if flow.lent:
                     self._post.add(session, Signal.BUFFERS_RETURNED)
+                    self._returned()
                 if flow.unread:
                     self._post.add(session, Signal.ANSWERS_READ)
 

@@ -38,7 +38,7 @@ class Contents:
         mover: hashes and copies bytes.
         clock: returns monotonic ns.
         call: runs a function in the device loop's thread; any thread may use it.
-        changed: called when memory has become free.
+        changed: called when memory has become free, or a session may be swapped out that could not before.
         post: gets the event that all contents of a session are hashed.
 
     Attributes:
@@ -80,9 +80,9 @@ class Contents:
                 job.cancel()
             if buffer in session.holdings.account.shared:
                 written = self._ledger.write(session.holdings.account, buffer, self._clock())
-                source = self.here[written.store] if written.copy else self.here.pop(written.store)
+                source = self.here.get(written.store) if written.copy else self.here.pop(written.store, None)
                 known = session.buffers[buffer]
-                if written.copy:
+                if written.copy and source is not None:  # else the bytes are lost, and the buffer is poisoned
                     known.base = torch.zeros_like(source) if whole else source.clone()
                     known.view = None
                 self.drop_released(written.found)
@@ -225,6 +225,7 @@ class Contents:
             self._note_shared(session, found[0], known.nbytes)
         if not session.holdings.sealing:
             self._post.add(session, Signal.MEMORY_CAME)
+            self._changed()  # from now on, the session may be swapped out
 
     def _note_shared(self, session: Session, store: int, nbytes: int) -> None:
         """Remember that the session shares this content. When the session ends, the router gets the list, so that it can place

@@ -128,7 +128,7 @@ class DeviceLoop:
         self.store = ProgramStore(runtime, limits.programs, None if tiers is None else tiers.forget)
         self.decoders = Decoders(limits.decode_s)
         self.usage = UsageBook()
-        self._answers = Answers(server, runtime.device, post, limits)
+        self._answers = Answers(server, runtime.device, post, limits, vram.changed)
         self.cuts = Cuts(vram, runtime.device, self._calls.call, post, runtime.settle, checkpoints, limits.checkpoints)
         self.runs = Runs(runtime, vram)
         self.collectives = Collectives(

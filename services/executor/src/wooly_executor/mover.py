@@ -20,6 +20,7 @@ from wooly_bus.contents import CHUNK, chunk_digest, content_id
 from wooly_bus.supervision import start_thread
 
 from wooly_executor.errors import ExecutorError, LostCopyError
+from wooly_executor.memory.swap import Place
 from wooly_executor.runtime.device import HOST, TorchDevice
 from wooly_executor.swap_space import Copy, Pages
 
@@ -71,7 +72,7 @@ class Saving:
 
 @dataclass
 class Loading:
-    """One block that is copied to the device. `target` has its bytes afterwards; `lost` says why they are missing."""
+    """One block that is copied to the device. `target` is set when it has all bytes; `lost` says why they are missing."""
 
     key: tuple[str, int]
     copy: Copy
@@ -81,14 +82,20 @@ class Loading:
 
 @dataclass(eq=False)
 class SaveJob(Job):
-    """Copies blocks off the device."""
+    """Copies blocks off the device.
+
+    Attributes:
+        pieces: the blocks.
+        place: where the block goes that is being copied.
+    """
 
     pieces: list[Saving] = field(default_factory=list)
+    place: Place | None = None
 
     def steps(self) -> Generator[int]:
         small = 0
         for piece in self.pieces:
-            size = piece.copy.nbytes
+            size, self.place = piece.copy.nbytes, piece.copy.place
             for start in range(0, size, PIECE):
                 stop = min(start + PIECE, size)
                 piece.copy.save(piece.source, start, stop)
@@ -110,18 +117,20 @@ class LoadJob(Job):
         small = 0
         for piece in self.pieces:
             size = piece.copy.nbytes
-            piece.target = self.pages.take(size)
+            target = self.pages.take(size)
             for start in range(0, size, PIECE):
                 stop = min(start + PIECE, size)
                 try:
-                    piece.copy.load(piece.target, start, stop)
+                    piece.copy.load(target, start, stop)
                 except LostCopyError as e:
-                    piece.target, piece.lost = None, str(e)
+                    piece.lost = str(e)
                     break
                 small += stop - start
                 if small >= PIECE:
                     yield small
                     small = 0
+            else:
+                piece.target = target
         yield small
 
 

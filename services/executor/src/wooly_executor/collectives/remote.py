@@ -7,6 +7,7 @@ results back, all at once. Meanwhile the frame waits. If the session has nothing
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,13 +27,14 @@ from wooly_executor.collectives.groups import describe
 from wooly_executor.collectives.peers import DividedGroup, Errand, Introduction, Peer, PeerLink, laid_out
 from wooly_executor.collectives.shares import Division, divide
 from wooly_executor.collectives.work import Part, WorkJob, steps
-from wooly_executor.errors import CollectiveError
+from wooly_executor.errors import CollectiveError, ContextLostError, ExecutorError, forget_frames
 from wooly_executor.flow import Readiness, Signal
 from wooly_executor.mover import Job
 from wooly_executor.post import Post
 from wooly_executor.session import Session
 from wooly_executor.vram import Vram
 
+log = logging.getLogger("wooly.executor")
 #: Seconds, besides the group's timeout, after which the other executor should have answered: it tells which rank is missing.
 MARGIN_S = 10.0
 #: Maximum number of groups of one session that other executors carry.
@@ -244,16 +246,19 @@ class RemoteCollectives:
                 f"another executor carries it; at most {self._most} are allowed; use smaller tensors, or raise "
                 "WOOLY_EXECUTOR_SESSION_HOST"
             )
-        if fault:
-            needs, need = [(0, 0)] * len(others), 0
         guest = self._guests[session.id]
+        links = [guest.groups[share.group] for share in others]
+        host = [(_nothing(), _nothing())] * len(others)
+        if not fault:
+            try:
+                host = [(_host_memory(k, n), _host_memory(k, m)) for k, (n, m) in zip(links, needs, strict=True)]
+            except Exception as e:
+                fault = f"rank {call.rank}, {describe(call)}: {_reason(e)}"
         now = self._clock()
         deadline = now + call.timeout_ms / 1e3 + MARGIN_S
-        session.holdings.parked, session.peer_bytes = 0, need
-        for share, (reads, writes) in zip(others, needs, strict=True):
-            link = guest.groups[share.group]
-            data = _host_memory(link, reads)
-            results = data if in_place else _host_memory(link, writes)
+        session.holdings.parked, session.peer_bytes = 0, 0 if fault else need
+        for share, link, (data, results) in zip(others, links, host, strict=True):
+            results = data if in_place else results
             guest.visits.append(Visit(replace(share, fault=fault), link, data, results, now, deadline))
         if fault:
             for visit in guest.visits:
@@ -370,16 +375,23 @@ class RemoteCollectives:
         parts_of: Callable[[Session, Visit], list[Part]],
         then: Callable[[Session, Visit, str], None],
     ) -> None:
-        """Copy between device and host: little memory now, more in the mover's thread."""
-        parts = [part for visit in visits for part in parts_of(session, visit)]
-        if sum([part.nbytes for part in parts]) <= COPIED_HERE:
-            begun = time.perf_counter_ns()
-            for _ in steps(parts, _MOVED, self._piece):
+        """Copy between device and host: little memory now, more in the mover's thread. A failure is that of the visits."""
+        begun, why = time.perf_counter_ns(), ""
+        parts: list[Part] = []
+        try:
+            parts = [part for visit in visits for part in parts_of(session, visit)]
+            small = sum([part.nbytes for part in parts]) <= COPIED_HERE
+            for _ in steps(parts, _MOVED, self._piece) if small else ():
                 pass
+        except ContextLostError:
+            raise
+        except Exception as e:
+            small, why = True, _reason(e)
+        if small:
             took = time.perf_counter_ns() - begun
             self._bill([session], took, took)
             for visit in visits:
-                then(session, visit, "")
+                then(session, visit, why)
             return
 
         def done(job: Job, error: Exception | None) -> None:
@@ -443,6 +455,14 @@ class RemoteCollectives:
 def _host_memory(link: PeerLink, nbytes: int) -> Tensor:
     shared = link.memory(nbytes)
     return torch.empty(nbytes, dtype=torch.uint8) if shared is None else torch.frombuffer(shared, dtype=torch.uint8)
+
+
+def _reason(error: Exception) -> str:
+    """Why a rank cannot go on. An unexpected error is logged, too."""
+    if not isinstance(error, ExecutorError):
+        log.error("unexpected error in a collective; its rank gets it", exc_info=error)
+    forget_frames(error)
+    return str(error) or type(error).__name__
 
 
 def _nothing() -> Tensor:

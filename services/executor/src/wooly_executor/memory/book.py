@@ -187,6 +187,11 @@ class Book:
         self._join(owner, buffer, store)
         return store.number
 
+    def find(self, session: str, nbytes: int, content: ContentId) -> int | None:
+        """The store on the device that the session would `share`. None: there is none."""
+        store = self._find(self._session(session), nbytes, content)
+        return store.number if store is not None and store.paying else None
+
     def join(self, session: str, buffer: int, store: int) -> None:
         """Add a buffer on a store that is on the device, in any circle. The caller has checked that a holder allows it.
 

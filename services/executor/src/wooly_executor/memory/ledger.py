@@ -44,6 +44,8 @@ class Ledger:
         self.reserved = 0
         self.accounts: dict[str, Account] = {}
         self._where: dict[int, int] = {}  # store -> offset
+        #: Stores that have a block, but whose bytes are still being copied to the device, or are lost.
+        self.coming: set[int] = set()
         self._nominal: dict[int, int] = {}  # store -> requested bytes
         self._heads = Heads()
         self.pool.open(_CONTENTS)
@@ -237,6 +239,8 @@ class Ledger:
         if account.scope is Scope.OFF or buffer not in account.own:
             return None
         size = self.pool.size(account.own[buffer])
+        if self.book.find(account.name, size, content) in self.coming:
+            return None
         self._settle_all(now)
         store = self.book.share(account.name, buffer, size, content)
         if store is not None:
@@ -259,8 +263,10 @@ class Ledger:
         if found is not None:
             return found, True
         offset = account.own.pop(buffer)
-        store = self.book.allocate(account.name, buffer, self.pool.size(offset))
-        self.book.seal(account.name, buffer, content)
+        size = self.pool.size(offset)
+        store = self.book.allocate(account.name, buffer, size)
+        if self.book.find(account.name, size, content) not in self.coming:
+            self.book.seal(account.name, buffer, content)
         self.pool.move(offset, _CONTENTS)
         self._where[store], self._nominal[store] = offset, nbytes
         account.shared[buffer] = store
@@ -331,6 +337,7 @@ class Ledger:
         return found
 
     def _forget(self, store: int) -> None:
+        self.coming.discard(store)
         self._nominal.pop(store, None)
         self._heads.remove(store)
 
@@ -357,6 +364,7 @@ class Ledger:
 
     def evict(self, store: int) -> None:
         """Free the block of a store that has left the device."""
+        self.coming.discard(store)
         offset = self._where.pop(store, None)
         if offset is not None:
             self.pool.free(offset)
@@ -396,10 +404,15 @@ class Ledger:
         account.own.update(own)
         account.away.clear()
         self._where.update(where)
+        self.coming.update(where)
         account.resident = True
         self.book.swap_in(name)
         account.peak = max(account.peak, pool.held(name))
         return list(where)
+
+    def arrived(self, store: int) -> None:
+        """Note that the bytes of a store are on the device again, so that other sessions may share it."""
+        self.coming.discard(store)
 
     # -- figures -----------------------------------------------------------------------------------------------------
 
@@ -477,6 +490,7 @@ class Ledger:
         )
         assert own == facts.own, f"blocks have {own} bytes, accounts say {facts.own}"
         assert own + parts + unborne + facts.slots + facts.reserve + facts.free == facts.capacity, str(facts)
+        assert self.coming <= self._where.keys(), "a store that is coming has no block"
         assert self.reserved == sum(a.reserved for a in self.accounts.values()) >= 0, "the reservations differ"
         extents = sum(size for _, size in pool.extents())
         assert extents == pool.free_bytes, f"free extents have {extents} bytes, the pool says {pool.free_bytes}"

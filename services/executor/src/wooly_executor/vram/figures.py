@@ -64,9 +64,10 @@ def check(residents: Residents, swap_space: SwapSpace) -> None:
     """
     ledger, contents, sessions = residents.ledger, residents.contents, list(residents.sessions.values())
     ledger.check()
-    coming = any(s.flow.residence is Residence.COMING for s in sessions)
     for store in ledger.stores():
-        assert store in contents.here or coming, f"store {store} has a block but no bytes"
+        assert (store in contents.here) != (store in ledger.coming), (
+            f"store {store} has a block but no bytes, or bytes that should be coming"
+        )
     assert set(contents.here) <= set(ledger.stores()), "the device has bytes of stores that have no block"
     moving = [s.holdings.job for s in sessions if s.holdings.job is not None]
     if not moving:
@@ -83,8 +84,10 @@ def check(residents: Residents, swap_space: SwapSpace) -> None:
                 if buffer < 0:  # freed, but exported
                     continue
                 base = session.buffers[buffer].base
-                known = contents.here[store]
-                assert base is None or base.untyped_storage().data_ptr() == known.untyped_storage().data_ptr()
+                known = contents.here.get(store)
+                assert base is None or (
+                    known is not None and base.untyped_storage().data_ptr() == known.untyped_storage().data_ptr()
+                )
 
 
 def state_of(residents: Residents, swap_space: SwapSpace, swapping: Swapping, overcommit_percent: int) -> MemoryState:

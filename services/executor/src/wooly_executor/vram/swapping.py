@@ -116,7 +116,7 @@ class Swapping:
                 self.release(session)
             elif error is not None and not job.cancelled:
                 note(session.flow, Signal.STAYED)
-                self._failed_to_leave(session, error)
+                self._failed_to_leave(session, error, job.place)
             self._residents.due = True
             return
         self._keep_copies(session, pieces)
@@ -158,13 +158,14 @@ class Swapping:
         for leaving in self._ledger.swap_out(account, self._residents.clock()):
             if leaving.store in more:  # the last other sharer has left meanwhile, so this content leaves, too
                 self._contents.orphan(leaving)
-            else:
-                self._pages.give(self._contents.here.pop(leaving.store))
+            elif (memory := self._contents.here.pop(leaving.store, None)) is not None:  # else its bytes are lost
+                self._pages.give(memory)
 
-    def _failed_to_leave(self, session: Session, error: Exception) -> None:
+    def _failed_to_leave(self, session: Session, error: Exception, place: Place | None) -> None:
+        """Use no more of the place that could not take a copy. Otherwise, the same victim would be chosen again at once."""
         log.warning("session %s stays on the device, because it could not be swapped out: %s", session.id, error)
-        if isinstance(error, OSError):
-            self._swap_space.full(Place.DISK)
+        if place is not None:
+            self._swap_space.full(place)
 
     def release(self, session: Session) -> None:
         """Free the memory of a session that has ended, when no job uses it any more."""
@@ -228,6 +229,7 @@ class Swapping:
                     known.poison = piece.lost or f"the buffer was swapped out and could not be copied back: {error}"
             elif piece.target is not None:
                 self._contents.here.setdefault(key, piece.target)
+                self._ledger.arrived(key)
             else:
                 lost[key] = piece.lost or f"the buffer was swapped out and could not be copied back: {error}"
         for buffer, store in session.holdings.account.shared.items():

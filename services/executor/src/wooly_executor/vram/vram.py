@@ -87,7 +87,7 @@ class Vram:
         pages = host if device.host else Pages(0, device.copy_target)  # torch itself reuses a GPU's memory
         self.swap_space = SwapSpace(settings.host, settings.disk, settings.folder, host, in_place=device.host)
         self.mover = Mover(device)
-        self.contents = Contents(self.ledger, self.swap_space, self.mover, clock, call, self._changed, post)
+        self.contents = Contents(self.ledger, self.swap_space, self.mover, clock, call, self.changed, post)
         self._samples = MemorySamples(self.ledger, clock)
         self.pins = PinnedWeights(self.ledger, self.contents, self._samples, clock, pinned, call, device)
         self._residents = Residents(self.ledger, policy, dispatch, self.contents, self.pins, clock)
@@ -110,8 +110,8 @@ class Vram:
         """Whether `arrange` has something to do."""
         return self._residents.due
 
-    def _changed(self) -> None:
-        """Note that memory has become free."""
+    def changed(self) -> None:
+        """Note that memory has become free, or that a session may leave the device that could not before."""
         if self._waiting.wants:
             self._residents.due = True
 
