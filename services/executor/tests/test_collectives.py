@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import struct
+import threading
 import time
 
 import pytest
@@ -14,10 +15,11 @@ from wooly_bus.channel import ChannelClosedError
 from wooly_executor.collectives import groups as pure
 from wooly_executor.collectives import service
 from wooly_executor.collectives.groups import Groups
-from wooly_executor.collectives.work import Part, steps
+from wooly_executor.collectives.work import Part, WorkJob, steps
 from wooly_executor.errors import CollectiveError
 from wooly_executor.memory.book import Scope
 from wooly_executor.memory.swap import Policy
+from wooly_executor.mover import SaveJob
 from wooly_executor.runtime.buffers import TORCH_DTYPE
 from wooly_executor.vram import SwapSettings
 from wooly_testkit.effort import examples
@@ -26,6 +28,7 @@ from wooly_wis.dtypes import DType
 from wooly_wis.errors import DecodeError
 from wooly_wis.frames import Kind
 
+from services.executor.tests.conftest import WAIT_S, Body
 from services.executor.tests.fake_gpu import FakeDriver, gpu_runtime
 
 GROUP = b"sixteen bytes id"
@@ -563,6 +566,60 @@ def test_suspended_rank_makes_the_others_wait_until_it_goes_on(device, wis):
     wait_parked(device, "rank0")
     device.call(lambda: device.loop.sessions.suspend("rank1", False, None))
     assert contents(ranks, 1, 1) == [[102.0]] * 2
+
+
+def test_memory_of_a_session_that_ends_stays_on_its_account_until_no_job_uses_it(make_device, monkeypatch):
+    """A swap-out is cancelled by a collective, and has not ended when the session ends in the middle of the collective."""
+    device = make_device(memory=40 << 20, swap=SwapSettings(Policy(0, 1 << 20, 0), 1 << 30))
+    vram, submit, steps = device.loop.vram, device.loop.vram.mover.submit, SaveJob.steps
+    saving, go_on, collective_may_end, ended = [threading.Event() for _ in range(4)]
+
+    def slow(job):
+        saving.set()
+        go_on.wait(WAIT_S)
+        yield from steps(job)
+
+    def watched(job):
+        if isinstance(job, WorkJob):
+            done = job.done
+            job.done = lambda *outcome: (collective_may_end.wait(WAIT_S), done(*outcome))
+        elif isinstance(job, SaveJob):
+            done = job.done
+            job.done = lambda *outcome: (done(*outcome), ended.set())
+        submit(job)
+
+    monkeypatch.setattr(SaveJob, "steps", slow)
+    monkeypatch.setattr(vram.mover, "submit", watched)
+    count = 1 << 21
+    ranks = [device.open(f"rank{k}", tenant="t", swappable=k == 0) for k in range(2)]
+    for client in ranks:
+        client.run(Body().alloc("x", 4 * count), [1])
+        client.sync()
+    other = device.open("other")
+    other.run(Body().alloc("x", 26 << 20), [1])
+    try:
+        assert saving.wait(WAIT_S)
+        for rank, client in enumerate(ranks):
+            both = [(1, 0, count)]
+            common = {"group": bytes(16), "sequence": 1, "rank": rank, "size": 2, "timeout_ms": 60_000}
+            client.collective(
+                What.ALL_REDUCE, dtype=DType.F32, reduction=Reduction.SUM, reads=both, writes=both, **common
+            )
+        until = time.monotonic() + WAIT_S
+        while not device.call(lambda: any(a.meetings[0].running for a in device.loop.collectives.groups._unsettled())):
+            assert time.monotonic() < until
+        device.call(lambda: device.loop.sessions.close("rank0", "its client was killed"))
+        go_on.set()
+        assert ended.wait(WAIT_S)
+        assert device.call(lambda: "rank0" in vram.ledger.accounts)
+    finally:
+        go_on.set()
+        collective_may_end.set()
+    until = time.monotonic() + WAIT_S
+    while device.call(lambda: "rank0" in vram.ledger.accounts):
+        assert time.monotonic() < until
+    other.sync()
+    device.check()
 
 
 def test_results_in_shared_contents_do_not_reach_other_sessions(device):

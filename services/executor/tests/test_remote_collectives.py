@@ -10,14 +10,14 @@ import torch
 from wooly_bus.channel import ChannelClosedError
 from wooly_bus.channel.token import SignedPass, peer_ticket
 from wooly_bus.keys import Key
-from wooly_executor.collectives import remote, service
+from wooly_executor.collectives import peers, remote, service
 from wooly_executor.collectives.peers import Introduction, Peer
 from wooly_executor.errors import CollectiveError
 from wooly_executor.host_account import HostLimits
 from wooly_executor.memory.book import Scope
 from wooly_executor.memory.swap import Policy
 from wooly_executor.vram import SwapSettings
-from wooly_wis.collectives import Reduction, What, share_of
+from wooly_wis.collectives import Collective, Reduction, What, share_of
 from wooly_wis.dtypes import DType
 from wooly_wis.frames import Kind, pack_json
 from wooly_wis.messages import DirectSession
@@ -633,6 +633,61 @@ def test_wrong_token_and_unknown_executor_fail_only_the_rank(make_device):
         b.closed.clear()
 
 
+def test_executor_that_is_given_up_before_it_is_connected_is_not_used_later(make_device, monkeypatch):
+    connecting, go_on, connect = threading.Event(), threading.Event(), peers.ChannelClient.connect
+
+    def slow(*given, **more):
+        connecting.set()
+        go_on.wait(WAIT_S)
+        return connect(*given, **more)
+
+    monkeypatch.setattr(remote, "MARGIN_S", 0.0)
+    a, b = make_device(), make_device()
+    ranks = Ranks([a, b], 2, timeout_ms=50)
+    ranks.clients[1].sync()
+    monkeypatch.setattr(peers.ChannelClient, "connect", slow)
+    ranks.sequence = 1
+    ranks.send(1, What.BARRIER)
+    try:
+        assert connecting.wait(WAIT_S)
+        (link,) = b.call(lambda: list(b.loop.collectives.remote._guests["rank1"].links.values()))
+        wait_for(lambda: link._why)
+    finally:
+        go_on.set()
+    assert "it has not answered within 0.05 s" in failure(ranks.clients[1])
+    assert a.held().keys() == {"rank0"}
+
+
+def test_part_of_a_session_that_has_ended_is_not_begun(monkeypatch):
+    started, told = [], []
+    monkeypatch.setattr(peers, "start_thread", lambda work, name: started.append(work))
+    monkeypatch.setattr(peers.ChannelClient, "connect", lambda *_, **__: pytest.fail("it has connected"))
+    peer = Peer(executor_id="a", endpoints=["unix:///nowhere"], session_id="s", token=TOKEN)
+    link = peers.PeerLink(peer, "home", None)
+    call = Collective(GROUP, 1, 0, 2, 1000, What.BARRIER)
+    link.submit(peers.Errand(call, memoryview(b""), memoryview(b""), lambda *outcome: told.append(outcome)))
+    link.close("its client closed it", passing=False)
+    started[0]()
+    assert told == [("the session has ended", False)]
+
+
+def test_buffers_at_the_other_executor_are_freed_after_failures(make_device, monkeypatch):
+    monkeypatch.setattr(peers, "PinnedArea", lambda segment: None)
+    a, _, ranks = waiting(make_device)
+    for _ in range(4):
+        for reads, ok in (([(1, 0, 1)], True), ([(77, 0, 1)], False)):
+            ranks.send(0, What.ALL_REDUCE, **SUM | {"reads": reads, "writes": [(1, 0, 1)]})
+            ranks.send(1, What.ALL_REDUCE, **SUM)
+            for client in ranks.clients:
+                if ok:
+                    client.sync()
+                else:
+                    assert "buffer 77 does not exist" in failure(client)
+                    client.make(1, 1.0)  # in place of the poisoned buffer
+            ranks.sequence += 1
+    assert a.held()["rank1+0"][1] == 2
+
+
 def test_another_process_at_the_endpoint_is_not_used(make_device):
     a, b, c = [make_device() for _ in range(3)]
     c.loop.admission.open_for_token(TOKEN)
@@ -740,7 +795,11 @@ def frame(kind, payload, seq=1):
     return HEADER.pack(len(payload), kind, 0, 0, seq) + payload
 
 
-WELCOME = frame(Kind.WELCOME, json.dumps({"window": 1 << 20, "device": {"instance": "home"}}).encode())
+def welcome(**told):
+    return frame(Kind.WELCOME, json.dumps({"window": 1 << 20, "device": {"instance": "home"}} | told).encode())
+
+
+WELCOME = welcome()
 
 
 @pytest.mark.parametrize(
@@ -753,6 +812,8 @@ WELCOME = frame(Kind.WELCOME, json.dumps({"window": 1 << 20, "device": {"instanc
         [WELCOME, frame(Kind.RESULT, b"{}", 2)],
         [WELCOME, frame(Kind.ERROR, b"\xff", 2)],
         [WELCOME, frame(Kind.DATA, bytes(64), 7)],
+        [welcome(device="home")],
+        [welcome(device=[1])],
     ],
 )
 def test_impostor_that_answers_nonsense_fails_only_the_collective(make_device, tmp_path, answers):

@@ -54,9 +54,9 @@ class Holdings:
             that it has freed while an export of it was not imported.
         sealing: hash jobs in progress, by buffer.
         copies: copies of its own buffers outside the device, by buffer.
-        job: the job that moves its memory now.
+        jobs: the jobs that use its memory now. They are several if a cancelled one has not ended when the next one begins.
         leaving_bytes: bytes that become free when the session has left.
-        closed: the session has ended; its blocks are freed when `job` no longer uses them.
+        closed: the session has ended; its blocks are freed when no job uses them any more.
     """
 
     account: Account
@@ -75,7 +75,7 @@ class Holdings:
     ipc: dict[int, IpcBuffer] = field(default_factory=dict)
     sealing: dict[int, Job] = field(default_factory=dict)
     copies: dict[int, Copy] = field(default_factory=dict)
-    job: Job | None = None
+    jobs: list[Job] = field(default_factory=list)
     leaving_bytes: int = 0
     closed: bool = False
 

@@ -138,7 +138,7 @@ class Cuts:
             self._call(lambda: self._copied(session, cuts, job, error, kept, known, changed, begun))
 
         job = CopyJob(self._vram.priority(session), done, buffers=copied, pages=self._pages)
-        session.holdings.job = job
+        session.holdings.jobs.append(job)
         self._vram.mover.submit(job)
         return False
 
@@ -155,7 +155,7 @@ class Cuts:
     ) -> None:
         """The buffers are copied, so the session goes on. Store the copies."""
         assert isinstance(job, CopyJob)
-        session.holdings.job = None
+        session.holdings.jobs.remove(job)
         number, cuts.copying = cuts.copying, 0
         cuts.number, cuts.pause_ns = number, time.perf_counter_ns() - begun
         closed = session.holdings.closed
@@ -243,7 +243,7 @@ class Cuts:
         restoring = cuts.restoring
         if restoring is None or restoring.done or restoring.error is not None:
             return True
-        if restoring.table is None or session.holdings.job is not None:
+        if restoring.table is None or session.holdings.jobs:
             return False
         return self._fill(session, cuts, restoring, restoring.table)
 
@@ -281,10 +281,10 @@ class Cuts:
         def done(job: Job, error: Exception | None) -> None:
             self._call(lambda: self._filled(session, cuts, restoring, job, error))
 
-        session.holdings.job = FillJob(
-            self._vram.priority(session), done, files=restoring.holder, table=table, device=self._device
-        )
-        self._files.submit(session.holdings.job)
+        priority = self._vram.priority(session)
+        job = FillJob(priority, done, files=restoring.holder, table=table, device=self._device)
+        session.holdings.jobs.append(job)
+        self._files.submit(job)
         return False
 
     def _filled(
@@ -292,7 +292,7 @@ class Cuts:
     ) -> None:
         assert isinstance(job, FillJob)
         made, job.made = job.made, {}
-        session.holdings.job = None
+        session.holdings.jobs.remove(job)
         if session.holdings.closed:
             self._vram.release(session)
             return

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
-from wooly_bus.channel import ChannelClient, ChannelError, Endpoint
+from wooly_bus.channel import ChannelClient, ChannelClosedError, ChannelError, Endpoint
 from wooly_bus.channel.endpoint import EndpointError
 from wooly_bus.channel.pinned_area import PinnedArea
 from wooly_bus.channel.tls import client_context
@@ -157,6 +157,8 @@ class PeerLink:
         self._buffers = 0
         #: Id and size of the buffers at the other executor that have what the rank reads, and what it writes.
         self._sides: dict[str, tuple[int, int]] = {}
+        #: Buffers at the other executor that may be poisoned. The next program frees them.
+        self._stale: list[int] = []
         #: Memory with which the other executor can compute; None: before the connection, or if it cannot.
         self._pinned: PinnedArea | None = None
         self._thread = start_thread(self._run, "peer")
@@ -186,7 +188,7 @@ class PeerLink:
 
     def abort(self, why: str) -> None:
         """Break the connection, because the other executor does not answer."""
-        self._why = self._why or why
+        self._why = self._why or why  # before the client is looked up: `_connect` does it the other way round
         client = self._client
         if client is not None:
             client.abort()
@@ -198,7 +200,9 @@ class PeerLink:
         while (errand := self._errands.get()) is not None:
             self._busy = True
             error = failed
-            if not failed:
+            if self._closing:
+                error = "the session has ended"
+            elif not failed:
                 try:
                     self._do(errand)
                 except CollectiveError as e:
@@ -266,6 +270,7 @@ class PeerLink:
             return
         if other.kind != Kind.ERROR:
             raise DecodeError(f"it answered with a frame of kind {other.kind}")
+        self._stale += [buffer for buffer, _ in self._sides.values()]
         self._sides = {}  # the buffers may be poisoned
         raise CollectiveError(str(unpack_json(other.payload).get("message", "it gave no reason")))
 
@@ -280,7 +285,8 @@ class PeerLink:
             self._programs.add(size)
             client.send(Kind.DEFINE, raw)
         self._buffers += 1
-        client.send(Kind.RUN, pack_run(digest(raw), [self._buffers], b"", [buffer] if buffer else []))
+        frees, self._stale = [*self._stale, *([buffer] if buffer else [])], []
+        client.send(Kind.RUN, pack_run(digest(raw), [self._buffers], b"", frees))
         self._sides[name] = self._buffers, size
         return self._buffers
 
@@ -297,6 +303,7 @@ class PeerLink:
             raise DecodeError(str(e)) from e
         encrypted = any(e.scheme == "tls" for e in known)
         for endpoint in sorted(known, key=lambda e: e.scheme != "unix"):
+            self._check_aborted()
             if endpoint.scheme == "nats":
                 continue
             if endpoint.scheme == "tcp" and encrypted and not is_loopback(endpoint.host):
@@ -308,6 +315,7 @@ class PeerLink:
                 failures.append(str(e))
                 continue
             self._client = client
+            self._check_aborted()
             try:
                 self._greet(client)
             except (ChannelError, DecodeError) as e:
@@ -317,6 +325,15 @@ class PeerLink:
                 continue
             return client
         raise DecodeError("; ".join(failures) or "it has no endpoint that other executors may use")
+
+    def _check_aborted(self) -> None:
+        """Check that `abort` was not called while there was no connection that it could break.
+
+        Raises:
+            ChannelClosedError: it was.
+        """
+        if self._why:
+            raise ChannelClosedError(self._why)
 
     def _greet(self, client: ChannelClient) -> None:
         hello: dict[str, Any] = {
@@ -332,7 +349,8 @@ class PeerLink:
         told = unpack_json(frame.payload)
         if frame.kind != Kind.WELCOME:
             raise DecodeError(f"it refuses this executor: {told.get('message')}")
-        if self._instance and dict(told.get("device") or {}).get("instance") != self._instance:
+        device = told.get("device")
+        if self._instance and (not isinstance(device, dict) or device.get("instance") != self._instance):
             raise DecodeError("another process answers there than that of the group's first rank")
         window = told.get("window")
         if isinstance(window, int) and window > 0:

@@ -271,7 +271,7 @@ class RemoteCollectives:
         """Go on with what others carry of a session's collective: see `Collectives.reach`."""
         visits = self._guests[session.id].visits
         back = [v for v in visits if v.stage is Stage.BACK]
-        if back and not isinstance(session.holdings.job, WorkJob):
+        if back and not any(isinstance(job, WorkJob) for job in session.holdings.jobs):
             if not self._vram.present(session) or not self._room(session, back):
                 return Signal.MEMORY_AWAITED
             session.holdings.parked = 0
@@ -398,7 +398,7 @@ class RemoteCollectives:
             self._call(lambda: self._copied(session, visits, job, error, then))
 
         job = WorkJob(self._vram.priority(session), done, parts=parts, call=_MOVED, piece=self._piece)
-        session.holdings.job = job
+        session.holdings.jobs.append(job)
         self._vram.mover.submit(job)
 
     def _copied(
@@ -411,8 +411,7 @@ class RemoteCollectives:
     ) -> None:
         assert isinstance(job, WorkJob)
         job.parts = []
-        if session.holdings.job is job:
-            session.holdings.job = None
+        session.holdings.jobs.remove(job)
         if session.holdings.closed:
             self._vram.release(session)
             return

@@ -243,7 +243,7 @@ class Collectives:
             absent = [a for a, s in zip(meeting.arrivals, sessions, strict=True) if not self._is_here(s, a.call)]
             if absent:
                 self._wake([a for a in absent if a is not arrival])
-            elif not any(isinstance(s.holdings.job, WorkJob) for s in sessions):
+            elif not any(isinstance(job, WorkJob) for s in sessions for job in s.holdings.jobs):
                 self._begin(meeting, sessions)
 
     def _is_here(self, session: Session, call: Collective) -> bool:
@@ -302,7 +302,7 @@ class Collectives:
         priority = min([self._vram.priority(s) for s in sessions])
         job = WorkJob(priority, done, parts=parts, call=call, piece=self._piece)
         for session in sessions:
-            session.holdings.job = job
+            session.holdings.jobs.append(job)
         self._vram.mover.submit(job)
 
     def _ranges(self, meeting: Meeting, arrival: Arrival) -> tuple[Sequence[Range], Sequence[Range]]:
@@ -393,8 +393,7 @@ class Collectives:
         assert isinstance(job, WorkJob)
         open_ones = []
         for session in sessions:
-            if session.holdings.job is job:
-                session.holdings.job = None
+            session.holdings.jobs.remove(job)
             if session.holdings.closed:
                 self._vram.release(session)
             else:

@@ -69,8 +69,7 @@ def check(residents: Residents, swap_space: SwapSpace) -> None:
             f"store {store} has a block but no bytes, or bytes that should be coming"
         )
     assert set(contents.here) <= set(ledger.stores()), "the device has bytes of stores that have no block"
-    moving = [s.holdings.job for s in sessions if s.holdings.job is not None]
-    if not moving:
+    if not any(s.holdings.jobs for s in sessions):
         copies = [*contents.copies.values(), *[c for s in sessions for c in s.holdings.copies.values()]]
         for place, used in swap_space.used.items():
             assert used >= sum(c.nbytes for c in copies if c.place is place), (

@@ -72,7 +72,7 @@ class Residents:
             and not flow.running
             and not flow.lent
             and flow.current is None
-            and holdings.job is None
+            and not holdings.jobs
             and session.finish_upload is None
             and (launch is None or launch.session != session.id)
             and self._dispatch.going != session.id

@@ -90,13 +90,12 @@ class Swapping:
         def left(job: Job, error: Exception | None) -> None:
             self._call(lambda: self._saved(session, job, error))
 
-        session.holdings.job = SaveJob(urgency, left, pieces=pieces)
-        self._mover.submit(session.holdings.job)
+        self._begin(session, SaveJob(urgency, left, pieces=pieces))
 
     def stay(self, session: Session) -> None:
         """Cancel the swap-out of a session that has work. Its memory is still on the device."""
-        if session.holdings.job is not None:
-            session.holdings.job.cancelled = True
+        for job in session.holdings.jobs:
+            job.cancelled = True
         note(session.flow, Signal.STAYED)
         self._residents.leaving -= session.holdings.leaving_bytes
         session.holdings.leaving_bytes = 0
@@ -104,8 +103,7 @@ class Swapping:
     def _saved(self, session: Session, job: Job, error: Exception | None) -> None:
         assert isinstance(job, SaveJob)
         pieces, job.pieces = job.pieces, []
-        if session.holdings.job is job:
-            session.holdings.job = None
+        session.holdings.jobs.remove(job)
         if session.flow.residence in (Residence.LEAVING, Residence.PREEMPTED):
             self._residents.leaving -= session.holdings.leaving_bytes
             session.holdings.leaving_bytes = 0
@@ -168,7 +166,9 @@ class Swapping:
             self._swap_space.full(place)
 
     def release(self, session: Session) -> None:
-        """Free the memory of a session that has ended, when no job uses it any more."""
+        """Free the memory of a session that has ended, if no job uses it any more. Otherwise the last job's end does this."""
+        if session.holdings.jobs:
+            return
         self._contents.drop_released(self._ledger.close(session.holdings.account, self._residents.clock()))
         for copy in session.holdings.copies.values():
             self._swap_space.drop(copy)
@@ -197,13 +197,16 @@ class Swapping:
         def came(job: Job, error: Exception | None) -> None:
             self._call(lambda: self._loaded(session, job, error, then))
 
-        session.holdings.job = LoadJob(urgency, came, pieces=pieces, pages=self._pages)
-        self._mover.submit(session.holdings.job)
+        self._begin(session, LoadJob(urgency, came, pieces=pieces, pages=self._pages))
+
+    def _begin(self, session: Session, job: Job) -> None:
+        session.holdings.jobs.append(job)
+        self._mover.submit(job)
 
     def _loaded(self, session: Session, job: Job, error: Exception | None, then: Callable[[Session], None]) -> None:
         assert isinstance(job, LoadJob)
         pieces, job.pieces = job.pieces, []
-        session.holdings.job = None
+        session.holdings.jobs.remove(job)
         if session.holdings.closed:
             self.release(session)
             return

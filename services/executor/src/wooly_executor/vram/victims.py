@@ -86,7 +86,7 @@ class Victims:
             if session.flow.residence is not Residence.HERE:
                 continue
             account = session.holdings.account
-            busy = session is requester or session.holdings.job is not None or session.flow.lent
+            busy = session is requester or bool(session.holdings.jobs) or session.flow.lent
             idle = None if busy else self._here.idle_since(session)
             keys = self._shared(account, contents)
             priority = self._here.priority(session)

@@ -157,10 +157,9 @@ class Vram:
             job.cancel()
         session.holdings.sealing.clear()
         session.holdings.closed = True
-        if session.holdings.job is not None:
-            session.holdings.job.cancelled = True  # its blocks become free when the job has ended
-        else:
-            self._swapping.release(session)
+        for job in session.holdings.jobs:
+            job.cancelled = True  # the blocks become free when the last one has ended
+        self._swapping.release(session)
         self._residents.due = True
 
     def quota(self, session_id: str, required: int | None, swappable: bool, claim: int = 0) -> int:
@@ -189,7 +188,7 @@ class Vram:
         admit(asked, others, self.capacity, self.overcommit_percent)
 
     def release(self, session: Session) -> None:
-        """Free the memory of a session that has ended while a job used it: the job has ended."""
+        """Free the memory of a session that has ended while a job used it, after the end of a job: see `Swapping.release`."""
         self._swapping.release(session)
 
     def priority(self, session: Session) -> int:
