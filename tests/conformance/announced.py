@@ -25,7 +25,7 @@ from comparison import program, tensors
 from opinfo import DTYPES, Sample, function_of, key, strided
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.common_methods_invocations import op_db
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 #: Maximum number of samples per unit.
 SAMPLES = 8
@@ -52,8 +52,12 @@ def described(results):
 
 
 def inputs_of(sample):
-    """The inputs as text. A few samples of the database depend on the devices that there are, and are not compared."""
-    return repr([(str(t.dtype), list(t.shape)) for t in tensors(sample.parts)])
+    """The inputs as text. A few samples of the database depend on the devices that there are, and are not compared.
+
+    Others come from a set, so their order depends on the process: `meshgrid` with the indexing "ij" and "xy".
+    """
+    words = [leaf for leaf in tree_leaves(sample.parts) if isinstance(leaf, (str, int, float, bool))]
+    return repr(([(str(t.dtype), list(t.shape)) for t in tensors(sample.parts)], words))
 
 
 # -- CUDA ------------------------------------------------------------------------------------------------------------------

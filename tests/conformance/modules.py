@@ -106,7 +106,10 @@ def check_step(info, given, dtype, training, device, change):
     try:
         expected = step(m, theirs)
     except Exception as e:
-        return compare_errors(lambda: step(there, mine), e)
+        outcome, detail = compare_errors(lambda: step(there, mine), e)
+        if outcome == "silent" and isinstance(e, NotImplementedError) and "not implemented for" in str(e):
+            return "skip", ""  # CUDA has kernels of this dtype; `test_dtypes` compares them with the wider dtype
+        return outcome, detail
     try:
         got = step(there, mine)
         for what, a, b in zip(("", "gradients: ", "state: "), got, expected, strict=True):

@@ -1,5 +1,9 @@
 """What clients announce of operators' results, compared with CUDA's kernels. `announced_exceptions.txt` lists the differences."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 pytestmark = pytest.mark.connected
@@ -7,6 +11,21 @@ pytestmark = pytest.mark.connected
 
 def test_announced_exceptions_are_dtypes_shapes_and_layouts(conformance):
     assert {line[3] for line in conformance("announced").listed()} <= {"dtype", "shape", "layout"}
+
+
+_SAMPLES = """
+from types import SimpleNamespace
+import torch
+from announced import inputs_of
+parts = [(torch.ones(3), (torch.ones(()),), {"indexing": word}) for word in ("ij", "xy")]
+print(len({inputs_of(SimpleNamespace(parts=p)) for p in parts}))
+"""
+
+
+@pytest.mark.slow
+def test_samples_that_differ_only_in_a_word_are_different_inputs():
+    command = [sys.executable, "-c", _SAMPLES]
+    assert subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() == "2"
 
 
 @pytest.mark.slow
