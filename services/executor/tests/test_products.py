@@ -272,6 +272,34 @@ def test_product_whose_views_do_not_fit_is_left_to_the_library(opcode, way, thre
         assert find(replace(fitting, operands=tuple(changed))) is None, name
 
 
+@pytest.mark.parametrize("opcode", OPCODES)
+@pytest.mark.parametrize("strides", [(1, 7), (7, 1), (0, 1), (1, 0), (0, 0), (2, 1024), (512, 2)], ids=str)
+def test_product_with_a_factor_that_is_no_matrix_is_left_to_the_library(opcode, strides, threads):
+    """oneDNN refuses most of these views, which the library copies."""
+    threads(2)
+    for rows, find in ((300, products.onednn_product), (4, split_by_columns)):
+        fitting = product(opcode, rows=rows, depth=512, columns=1024)
+        position = products._PRODUCTS[fitting.opcode][1]
+        assert find(fitting) is not None
+        changed = list(fitting.operands)
+        changed[position] = replace(changed[position], view=replace(changed[position].view, strides=strides))
+        form = replace(fitting, operands=tuple(changed))
+        assert find(form) is None
+        given = operands_of(form)
+        call = InexactHost().library(library_call(form), form)
+        assert torch.isfinite((call.instead or call.op)(*given)).all()
+
+
+def split_by_columns(form):
+    return products.split_product(form, torch.ops.aten.mm.default)
+
+
+def operands_of(form):
+    """Operands on memory that has all elements of their views."""
+    views = [o.view for o in form.operands[:-1]]
+    return [torch.ones(v.end // 4).as_strided(v.sizes, v.strides) for v in views]
+
+
 def test_product_on_one_thread_is_not_split(threads):
     threads(1)
     assert split(product("linear", **SPLIT)).instead is None

@@ -91,8 +91,8 @@ def onednn_product(form: Form) -> _Product | None:
     shape = _shape_of(form)
     if shape is None or shape.rows < ROWS or shape.columns < COLUMNS or shape.depth < DEPTH:
         return None
-    if not _mkl_is_slow() or not _onednn_is_there():
-        return None
+    if not _is_matrix(shape.weight) or not _mkl_is_slow() or not _onednn_is_there():
+        return None  # oneDNN refuses a factor whose elements overlap
     return _PRODUCTS[form.opcode].onednn
 
 
@@ -163,7 +163,6 @@ def split_product(form: Form, op: OpOverload) -> SplitProduct | None:
     if shape is None or threads == 1 or not 1 <= shape.rows <= FEW_ROWS or not _mkl_is_slow():
         return None
     x, out = form.operands[_PRODUCTS[form.opcode].first].view, form.operands[-1].view
-    strides, sizes = shape.weight.strides, shape.weight.sizes
     if x is None or out is None or len(x.sizes) < 2:
         return None
     if not _row_major(out) or out.sizes != (*x.sizes[:-1], shape.columns):
@@ -175,7 +174,7 @@ def split_product(form: Form, op: OpOverload) -> SplitProduct | None:
         return None
     if 2 * shape.rows * shape.depth * shape.columns <= SMALL_PRODUCT:
         return None  # one core computes it
-    if not any(strides[k] == 1 and strides[1 - k] >= sizes[k] for k in (0, 1)):
+    if not _is_matrix(shape.weight):
         return None  # the library would copy the factor
     for parts in (2 * threads, threads):  # more parts than threads, so that a slow core computes fewer of them
         # what is left over has the library's bits if there is one row
@@ -233,6 +232,11 @@ _PRODUCTS: Final = {
     "mm": _Operator(0, 1, 2, (2,), _mm),
     "addmm": _Operator(1, 2, 0, (3,), _addmm),
 }
+
+
+def _is_matrix(view: View) -> bool:
+    """Whether a view is a matrix as libraries take it: its rows or its columns are dense, and lie apart."""
+    return any(view.strides[k] == 1 and view.strides[1 - k] >= view.sizes[k] for k in (0, 1))
 
 
 def _row_major(view: View) -> bool:
