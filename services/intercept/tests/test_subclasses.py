@@ -1,6 +1,8 @@
 """Tests of tensor subclasses that wrap device tensors, as quantized and logging tensors do."""
 
+import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 
@@ -65,3 +67,59 @@ def test_property_of_the_gradient_has_the_names_of_the_descriptor(cuda):
     getter = torch.Tensor.grad.__get__
     assert (getter.__self__.__name__, getter.__self__.__objclass__) == ("grad", torch._C.TensorBase)
     assert getter in torch.overrides.get_default_nowrap_functions()
+
+
+# -- functions that Wooly replaces, with `__torch_function__` ----------------------------------------------------------------
+
+LIKE = ("empty_like", "full_like", "ones_like", "zeros_like", "rand_like", "randn_like", "randint_like")
+
+
+class Table:
+    """A container that is no tensor and that handles functions by identity."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        names = [name for name in (*LIKE, "tensor_split") if getattr(torch, name) is func]
+        return (*names, args[1:], kwargs)
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_replaced_function_is_passed_to_a_container_as_programs_see_it(cuda, name):
+    assert getattr(torch, name)(Table(), device="cuda") == (name, (), {"device": "cuda"})
+    assert getattr(torch, name)(input=Table(), device="cuda")[0] == name
+    assert torch.tensor_split(Table(), 2) == ("tensor_split", (2,), {})
+
+
+class Seen(TorchFunctionMode):
+    """Collects the names of the functions that it sees, by identity."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names += [name for name in (*LIKE, "empty", "zeros", "arange", "tensor") if getattr(torch, name) is func]
+        return func(*args, **(kwargs or {}))
+
+
+def test_replaced_function_is_passed_to_a_mode_as_programs_see_it(cuda):
+    with Seen() as seen:
+        x = torch.zeros(2, device="cuda")
+        assert torch.empty_like(x).device.type == torch.arange(3, device="cuda").device.type == "cuda"
+        torch.tensor([1.0], device="cuda")
+    assert seen.names == ["zeros", "empty_like", "arange", "tensor"]
+
+
+def test_replaced_function_keeps_the_class_of_a_tensor(cuda):
+    x = torch.arange(3.0, device="cuda").as_subclass(Named)
+    made = torch.zeros_like(x)
+    assert type(made) is Named and made.device.type == "cuda" and made.tolist() == [0, 0, 0]
+    assert type(torch.ones_like(torch.nn.Parameter(torch.zeros(2, device="cuda")))) is torch.Tensor
+
+
+def test_device_context_sets_the_device_of_replaced_and_of_original_functions(cuda):
+    with torch.device("cuda"), Seen() as seen:
+        assert torch.zeros(2).device.type == torch.tensor([1]).device.type == "cuda"
+        assert torch._C._VariableFunctions.ones(2).device.type == "cuda"
+    assert seen.names == ["zeros", "tensor"]
+    assert torch.zeros(2).device.type == "cpu"

@@ -102,6 +102,10 @@ TorchDispatchMode = python_dispatch.TorchDispatchMode
 DeviceContext = device_contexts.DeviceContext
 #: All functions that make tensors. The first call fills a cache. Device contexts look up functions in this cache by identity.
 device_constructors: Callable[[], Any] = device_contexts._device_constructors
+#: The object with PyTorch's own functions on tensors, such as `empty_like`.
+TENSOR_FUNCTIONS: Any = torch._C._VariableFunctions
+#: Whether a mode sees the calls of functions now.
+is_function_mode_active: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 
 #: Functions on trees: nested tuples, lists and dicts with values as leaves.
 TreeSpec = pytree.TreeSpec

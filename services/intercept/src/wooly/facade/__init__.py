@@ -9,9 +9,11 @@ Python data, device contexts, generators, and the functions of `torch.cuda`. `un
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from wooly import children, dynamo, interrupts, ipc, triton_capture
 from wooly.determinism import Determinism
@@ -32,6 +34,7 @@ from wooly.facade import (
     handover,
     legacy,
     nvtx,
+    overrides,
     parallel,
     pinned,
     profiler,
@@ -140,9 +143,9 @@ class Facade:
             attention.patches(),
             self._interrupts.patches(),
         ):
-            for owner, name, value in patches:
-                self._undo.append((owner, name, owner.__dict__.get(name, _MISSING)))
-                setattr(owner, name, value)
+            self._set(patches)
+        self._set(overrides.patches(self._undo.copy()))
+        overrides.tell_device_contexts(self._undo)
         triton_capture.activate(self._launches)
         generation.activate()
         functional_rng.activate()
@@ -154,6 +157,11 @@ class Facade:
         replaced = [(old, owner.__dict__.get(name)) for owner, name, old in self._undo]
         tell_dynamo(replaced)
         tell_torchscript(replaced)
+
+    def _set(self, patches: Iterable[tuple[Any, str, Any]]) -> None:
+        for owner, name, value in patches:
+            self._undo.append((owner, name, owner.__dict__.get(name, _MISSING)))
+            setattr(owner, name, value)
 
     def _tell_references(self, context: ModuleType) -> None:
         """Tell the mode for PyTorch's references, whose module was imported, what is replaced."""
@@ -175,6 +183,9 @@ class Facade:
         generation.deactivate()
         sources.deactivate()
         triton_capture.deactivate()
+        overrides.forget_in_device_contexts(
+            [owner.__dict__.get(name) for owner, name, _ in self._undo if owner is torch]
+        )
         back = [(owner.__dict__.get(name), old) for owner, name, old in self._undo]
         while self._undo:
             owner, name, old = self._undo.pop()
