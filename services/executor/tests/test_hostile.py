@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from wooly_executor.runtime import preparation
+from wooly_executor.runtime import preparation, prepared
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.runtime.torch_private import zero_fill
 
 HERE = Path(__file__).parent / "hostile"
 sys.path.insert(0, str(HERE))
 import guarded  # noqa: E402
+import programs  # noqa: E402
+import repeated  # noqa: E402
 import unwritten  # noqa: E402
 from lawful import Lawful, by_hand  # noqa: E402
 from patterns import junk  # noqa: E402
@@ -101,6 +103,62 @@ def test_fuzz_small_sample_does_no_harm(tmp_path):
     done = subprocess.run([*command, *names], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 operators did harm" in done.stdout
+
+
+@guards
+@pytest.mark.slow
+def test_fuzz_programs_on_two_threads_do_no_harm(tmp_path):
+    command = [
+        sys.executable,
+        str(HERE / "fuzz.py"),
+        "--out",
+        str(tmp_path),
+        "--programs",
+        "30",
+        "--threads",
+        "2",
+        "--workers",
+        "1",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 jobs of programs did harm" in done.stdout
+
+
+# -- programs that run again and again ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trials(tmp_path):
+    before = torch.get_num_threads(), prepared.STRETCH_OFTEN
+    torch.set_num_threads(2)
+    yield repeated.Repeated(None, "", tmp_path)
+    torch.set_num_threads(before[0])
+    prepared.STRETCH_OFTEN = before[1]
+
+
+def test_programs_have_the_same_results_when_they_are_hot(trials):
+    fine = sum(not trials.said(programs.case("test", k)) for k in range(12))
+    assert fine > 4
+
+
+def test_program_with_another_result_when_it_is_hot_is_found(trials, monkeypatch):
+    case = next(c for c in (programs.case("test", k) for k in range(100)) if c.sure and not trials.said(c))
+    run = trials._run
+
+    def wrong(*args):
+        failed, error, left = run(*args)
+        slot, (content, dtype) = next((s, v) for s, v in left.items() if v[0])
+        return failed, error, left | ({slot: (bytes([content[0] ^ 1]) + content[1:], dtype)} if args[-1] == 4 else {})
+
+    monkeypatch.setattr(trials, "_run", wrong)
+    with pytest.raises(AssertionError, match="run 5 differs from run 1: slot"):
+        trials.said(case)
+
+
+def test_programs_are_the_same_for_the_same_seed():
+    assert programs.text(programs.case("test", 3)) == programs.text(programs.case("test", 3))
+    assert programs.text(programs.case("test", 3)) != programs.text(programs.case("other", 3))
 
 
 # -- results that show the previous content of memory ------------------------------------------------------------------------

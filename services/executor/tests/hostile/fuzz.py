@@ -1,9 +1,12 @@
 """Calls every operator of the allow-list with arguments that do not fit, on memory between protected pages.
 
-    python fuzz.py --out FOLDER [--workers 2] [--calls 400] [--seed 0] [--quick] [NAME ...]
+    python fuzz.py --out FOLDER [--workers 2] [--calls 400] [--seed 0] [--quick] [--threads 1] [--runs 1] [NAME ...]
+    python fuzz.py --out FOLDER --programs 5000 [--mode full] [--workers 2] [--seed 0] [--threads 1]
 
 FOLDER keeps the lawful calls and the findings, a JSON object per operator. A second run continues an interrupted one. NAMEs are
-parts of operators' names. Ends with status 1 if a call crashed, accessed memory outside of its own, or hung.
+parts of operators' names. With `--programs`, tries so many programs of native instructions: as they get hot, in pieces, divided,
+and with `--mode` as plans. Ends with status 1 if a call crashed, accessed memory outside of its own, hung, or had other results
+when it ran again.
 """
 
 import argparse
@@ -20,16 +23,22 @@ import guarded
 from corpus import collected
 
 HERE = Path(__file__).parent
+#: Number of programs in a job of `--programs`.
+PROGRAMS = 25
 #: Findings that do no harm to others. They are counted separately.
 MILD = ("memory", "untidy")
 
 
 class Worker:
-    """A process that tries calls."""
+    """A process that tries calls. `options`: its other arguments, beginning with the number of threads."""
 
-    def __init__(self, library, corpus):
-        environment = os.environ | {"LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        command = [sys.executable, str(HERE / "worker.py"), str(corpus)]
+    def __init__(self, library, corpus, options):
+        environment = os.environ | {
+            "LD_PRELOAD": str(library),
+            "OMP_NUM_THREADS": options[0],
+            "PYTHONWARNINGS": "ignore",
+        }
+        command = [sys.executable, str(HERE / "worker.py"), str(corpus), *options]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -46,7 +55,7 @@ class Worker:
         self._process.wait()
 
 
-def run(jobs, library, corpus, workers, told):
+def run(jobs, library, corpus, options, workers, told):
     """Run the jobs in `workers` processes; call `told` with each answer."""
     waiting = queue.SimpleQueue()
     for job in jobs:
@@ -54,7 +63,7 @@ def run(jobs, library, corpus, workers, told):
     lock = threading.Lock()
 
     def work():
-        worker = Worker(library, corpus)
+        worker = Worker(library, corpus, options)
         while True:
             try:
                 job = waiting.get_nowait()
@@ -65,7 +74,7 @@ def run(jobs, library, corpus, workers, told):
             except RuntimeError as e:
                 answer = {"name": job["name"], "seed": job.get("seed"), "tried": 0, "fine": 0,
                           "found": [{"kind": "the worker ended", "wrong": str(e), "times": 1, "calls": []}]}  # fmt: skip
-                worker = Worker(library, corpus)
+                worker = Worker(library, corpus, options)
             with lock:
                 told(answer)
 
@@ -87,20 +96,36 @@ def main():
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--calls", type=int, default=400)
     parser.add_argument("--seed", default="0")
+    parser.add_argument("--threads", type=int, default=1, help="number of threads of the library")
+    parser.add_argument("--runs", type=int, default=1, help="number of runs of each call")
+    parser.add_argument("--programs", type=int, default=0, help="try programs, not calls of operators: their number")
+    parser.add_argument("--mode", choices=("exact", "full"), help="run the programs' plans of this mode, too")
     parser.add_argument("--quick", action="store_true", help="do not use the samples of PyTorch's own tests")
     args = parser.parse_args()
-    corpus, operators = collected(args.out, args.quick)
-    library = guarded.build(args.out)
-    wanted = [n for n in operators if not args.names or any(part in n for part in args.names)]
+    if args.mode and not args.programs:
+        parser.error("--mode needs --programs")
+    options = [str(args.threads), str(args.runs), *([args.mode] if args.mode else [])]
     kept = args.out / "found.jsonl"
     done, harmful, tried, begun = {}, 0, 0, time.monotonic()
+    args.out.mkdir(parents=True, exist_ok=True)
+    library = guarded.build(args.out)
+    if args.programs:
+        corpus, what, each = "", "jobs of programs", PROGRAMS
+        firsts = range(0, args.programs, PROGRAMS)
+        jobs = {f"programs {k}": {"first": k, "count": min(PROGRAMS, args.programs - k)} for k in firsts}
+    else:
+        corpus, operators = collected(args.out, args.quick)
+        what, each = "operators", args.calls
+        jobs = {n: {"count": args.calls} for n in operators if not args.names or any(part in n for part in args.names)}
+    wanted = list(jobs)
+    trial = [args.seed, each, *options]
     if kept.exists():
         for line in kept.read_text().splitlines():
             answer = json.loads(line)
-            if (answer["seed"], answer["calls"]) == (args.seed, args.calls):
+            if answer.get("trial") == trial:
                 done[answer["name"]] = answer
-    jobs = [{"name": n, "seed": args.seed, "count": args.calls} for n in wanted if n not in done]
-    print(f"{len(wanted)} operators, {args.calls} calls each; {len(wanted) - len(jobs)} were done before", flush=True)
+    jobs = [{"name": n, "seed": args.seed, **job} for n, job in jobs.items() if n not in done]
+    print(f"{len(wanted)} {what}, {each} calls each; {len(wanted) - len(jobs)} were done before", flush=True)
 
     with kept.open("a") as out:
 
@@ -108,7 +133,7 @@ def main():
             nonlocal tried
             done[answer["name"]] = answer
             tried += answer["tried"]
-            print(json.dumps(answer | {"calls": args.calls}), file=out, flush=True)
+            print(json.dumps(answer | {"trial": trial}), file=out, flush=True)
             n = sum(name in done for name in wanted)
             for found in answer["found"]:
                 if is_harm(found):
@@ -117,13 +142,13 @@ def main():
                         print(f"    {call}", flush=True)
             if n % 25 == 0 or n == len(wanted):
                 rate = tried / (time.monotonic() - begun)
-                print(f"{n} of {len(wanted)} operators, {tried} calls, {rate:.0f} a second", flush=True)
+                print(f"{n} of {len(wanted)} {what}, {tried} calls, {rate:.0f} a second", flush=True)
 
-        run(jobs, library, corpus, args.workers, told)
+        run(jobs, library, corpus, options, args.workers, told)
     for name in wanted:
         harmful += any(is_harm(found) for found in done[name]["found"])
     fine = sum(1 for name in wanted if done[name]["fine"])
-    print(f"{harmful} operators did harm; {fine} operators had a call that succeeded")
+    print(f"{harmful} {what} did harm; {fine} {what} had a call that succeeded")
     return 1 if harmful else 0
 
 

@@ -4,6 +4,7 @@ import struct
 
 import torch
 from call import is_written, program_of, windows_of
+from programs import is_sure
 from wooly_executor.errors import ExecutorError
 from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime.buffers import Buffer, bytes_of
@@ -20,16 +21,17 @@ class Trials:
         runtime: the runtime.
         guard: the guarded memory; None: the library's own memory.
         left: called with the bytes of each buffer that a session could read after a run.
+        runs: number of runs of a call. All must leave the same bytes.
     """
 
-    def __init__(self, runtime, guard=None, left=None):
-        self._runtime, self._guard, self._left, self._count = runtime, guard, left, 0
+    def __init__(self, runtime, guard=None, left=None, runs=1):
+        self._runtime, self._guard, self._left, self._count, self._runs = runtime, guard, left, 0, runs
 
     def said(self, call):
         """Return the error of a run of a call; empty if it succeeded.
 
         Raises:
-            AssertionError: the run left an invalid buffer.
+            AssertionError: a run left an invalid buffer, or other bytes than the first one.
         """
         try:
             raw, params, order = program_of(call)
@@ -42,6 +44,23 @@ class Trials:
             ready = self._store.define(raw)
         except ExecutorError as e:
             return str(e)
+        if self._runs == 1:
+            return self._tried(call, ready, order, params)
+        program, given = ready.prepared.program, self._left
+        sure = all(is_sure(program.forms[i.form], i.slots) for i in program.body)
+        first = None
+        for k in range(self._runs):
+            seen = []
+            self._left = seen.append
+            torch.manual_seed(0)
+            error = self._tried(call, ready, order, params)
+            first = first or (error, seen)
+            assert error == first[0], f"run {k + 1} ends with {error!r}, and run 1 with {first[0]!r}"
+            assert not sure or seen == first[1], f"run {k + 1} left other bytes than run 1"
+        self._left = given
+        return first[0]
+
+    def _tried(self, call, ready, order, params):
         with torch.inference_mode():
             buffers, locked = self._buffers(call)
             if any(k in buffers and buffers[k].nbytes < n for k, n in zip(order, ready.facts.slot_bytes, strict=True)):

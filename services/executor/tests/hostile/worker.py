@@ -1,8 +1,11 @@
-"""Tries calls in child processes of this one, in which `guarded.c` is preloaded: `python worker.py CORPUS`.
+"""Tries calls in child processes of this one, in which `guarded.c` is preloaded: `python worker.py CORPUS THREADS RUNS [MODE]`.
+
+Without CORPUS (""), tries programs of native instructions. Children have THREADS threads, and run a call RUNS times. MODE: the
+mode of the programs' plans.
 
 Jobs come on standard input, answers go to standard output, as one JSON object per line:
 
-    {"name": operator, "seed": any, "count": n}    tries `n` mutants of its lawful calls
+    {"name": operator, "seed": any, "count": n}    tries `n` mutants of its lawful calls, or `n` programs
 
 A child tries the calls in order. If a call ends the child or takes too long, another child continues with the next call.
 """
@@ -16,19 +19,32 @@ import select
 import signal
 import struct
 import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
 
+import programs
 import torch
-from call import literal
+from call import Call, literal
 from guarded import FAULT, Guard
 from mutants import Corpus, mutant
+from repeated import HOT, Repeated
 from shrink import simpler
 from trial import Trials
+from wooly_compiler.build.worker import WorkerProcess
+from wooly_compiler.errors import CompilerError
+from wooly_compiler.version import version
+from wooly_executor.runtime.opencl import OpenClRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
+from wooly_wis.artifact import key_of
+from wooly_wis.errors import WisError
 
 #: Findings that do no harm to others. A few are recorded, and the rest is ignored.
 MILD = ("memory", "untidy")
 #: Maximum time of a call, in seconds.
 LIMIT_S = 10
+#: The same for all runs of a call, if it has several.
+REPEATED_S = 60
 #: Number of such periods to wait for a call that has used little CPU time, because the machine is busy.
 PATIENCE = 12
 #: Number of findings after which an operator is finished, and maximum number of recorded findings of one kind.
@@ -44,12 +60,17 @@ _WRONG = 76
 
 
 class Children:
-    """Runs calls in child processes, and reports how they end."""
+    """Runs calls in child processes, and reports how they end.
 
-    def __init__(self):
-        self._shared = mmap.mmap(-1, mmap.PAGESIZE)
-        self._runtime = TorchCpuRuntime()
-        self._runtime.rates()
+    Args:
+        trials: makes what tries calls, in a child, on its guarded memory.
+        threads: number of threads of a child. This process has one, because a fork has no other.
+        limit_s: maximum time of a call, in seconds.
+    """
+
+    def __init__(self, trials, threads, limit_s):
+        self._shared, self._limit_s = mmap.mmap(-1, mmap.PAGESIZE), limit_s
+        self._trials, self._threads = trials, threads
 
     def go(self, calls, slack, ignore=(), first=0):
         """Try calls in order, up to the first one that goes wrong in a way that is not ignored.
@@ -76,7 +97,8 @@ class Children:
 
     def _child(self, calls, slack, ignore, first, told):
         guard = Guard(memoryview(self._shared)[:_REPORT])
-        trials = Trials(self._runtime, guard)
+        torch.set_num_threads(self._threads)
+        trials = self._trials(guard)
         fine = 0
         for k, call in enumerate(calls):
             struct.pack_into("<QQ", self._shared, _REPORT, k + 1, fine)
@@ -103,17 +125,17 @@ class Children:
     def _wait(self, child, tells):
         begun, waited = 0.0, 0
         while True:
-            ready, _, _ = select.select([tells], [], [], LIMIT_S)
+            ready, _, _ = select.select([tells], [], [], self._limit_s)
             if not ready:
                 taken = _cpu_s(child)
                 waited += 1
                 if (
-                    taken - begun < LIMIT_S / 2 and waited < PATIENCE
+                    taken - begun < self._limit_s / 2 and waited < PATIENCE
                 ):  # the machine is busy: the call had little CPU time
                     continue
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
-                return f"hung: more than {LIMIT_S} s"
+                return f"hung: more than {self._limit_s} s"
             if not os.read(tells, 4096):
                 break
             begun, waited = _cpu_s(child), 0
@@ -151,10 +173,8 @@ def is_vector(wrong):
     return size <= at < size + VECTOR
 
 
-def examine(children, corpus, job):
-    """Do a job. Returns its findings: kind, count, and the smallest literals."""
-    name = job["name"]
-    calls = [mutant(corpus, name, job["seed"], k) for k in range(job["count"])]
+def examine(children, calls, job):
+    """Try the calls of a job. Returns the findings: kind, count, and the smallest literals."""
     found, at, slack, fine = {}, 0, 0, 0
     while at < len(calls) and sum([len(f["calls"]) for k, f in found.items() if not k.startswith(MILD)]) < ENOUGH:
         seen = tuple([m for m in MILD if sum([k.startswith(m) for k in found]) >= OF_A_KIND])
@@ -169,11 +189,11 @@ def examine(children, corpus, job):
     told = []
     for kind, each in found.items():
         some = each["calls"][:OF_A_KIND]
-        if not kind.startswith(MILD):
+        if not kind.startswith(MILD) and isinstance(some[0][0], Call):
             some = [(smallest(children, call, kind, each["slack"], first), first) for call, first in some]
-        literals = [literal(call.tidy())[:LONGEST] for call, _ in some]
+        literals = [shown(call)[:LONGEST] for call, _ in some]
         told.append({"kind": kind, "wrong": each["wrong"], "times": len(each["calls"]), "calls": literals})
-    return {"name": name, "seed": job["seed"], "tried": at, "fine": fine, "found": told}
+    return {"name": job["name"], "seed": job["seed"], "tried": at, "fine": fine, "found": told}
 
 
 def smallest(children, call, kind, slack, first):
@@ -192,18 +212,89 @@ def smallest(children, call, kind, slack, first):
     return call
 
 
+def shown(call):
+    """Return the text of a call or of a program."""
+    return literal(call.tidy()) if isinstance(call, Call) else programs.text(call)
+
+
+class Plans:
+    """Compiles the plans of programs.
+
+    Args:
+        mode: mode of the plans.
+        threads: number of threads of the process that runs them.
+        folder: folder for PoCL's files and for the compiler's.
+    """
+
+    def __init__(self, mode, threads, folder):
+        self._mode = mode
+        self._worker = WorkerProcess(module="wooly_compiler.worker", arguments=(str(folder / "compiler"),))
+        self._target = _target(threads, folder)
+
+    def planned(self, case):
+        """Return a program with its plan, or without if it has none."""
+        try:
+            key = key_of(case.program, self._target, self._mode, case.params)
+            request = {
+                "what": "artifact",
+                "program": case.raw.hex(),
+                "digest": key.program.hex(),
+                "target": key.target,
+                "mode": self._mode,
+                "decided": [[k, w.hex()] for k, w in key.decided],
+                "compiler": version(),
+            }
+            return replace(case, plan=self._worker.ask(request, key.target, f"program {case.name}"))
+        except (WisError, CompilerError):
+            return case
+
+
+def _target(threads, folder):
+    """Return the target of plans. Another process asks OpenCL, whose threads a fork would not have."""
+    tells, told = os.pipe()
+    child = os.fork()
+    if not child:
+        torch.set_num_threads(threads)
+        os.write(told, OpenClRuntime(folder, sure=True).target().encode())
+        os._exit(0)
+    os.close(told)
+    with os.fdopen(tells) as f:
+        found = f.read()
+    os.waitpid(child, 0)
+    return found
+
+
 def main():
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    with open(sys.argv[1], "rb") as f:
-        corpus = Corpus(pickle.load(f))  # noqa: S301  # written by lawful.py
-    children = Children()
+    path, threads, runs, mode = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), "".join(sys.argv[4:])
+    corpus = plans = None
+    if path:
+        with open(path, "rb") as f:
+            corpus = Corpus(pickle.load(f))  # noqa: S301  # written by lawful.py
+    folder = Path(tempfile.gettempdir()) / f"wooly-hostile-{os.getuid()}"
+    if mode:
+        (folder / "compiler").mkdir(parents=True, exist_ok=True)
+        plans = Plans(mode, threads, folder)
+
+    def trials(guard):
+        return Trials(TorchCpuRuntime(hot=HOT), guard, runs=runs) if path else Repeated(guard, mode, folder)
+
+    def calls_of(job):
+        numbers = range(job.get("first", 0), job.get("first", 0) + job["count"])
+        if path:
+            return [mutant(corpus, job["name"], job["seed"], k) for k in numbers]
+        made = [programs.case(job["seed"], k) for k in numbers]
+        return made if plans is None else [plans.planned(case) for case in made]
+
+    children = Children(trials, threads, LIMIT_S if path and runs == 1 else REPEATED_S)
     with contextlib.suppress(KeyboardInterrupt):
         for line in sys.stdin:
-            print(json.dumps(examine(children, corpus, json.loads(line))), file=answers, flush=True)
+            job = json.loads(line)
+            print(json.dumps(examine(children, calls_of(job), job)), file=answers, flush=True)
 
 
 if __name__ == "__main__":
