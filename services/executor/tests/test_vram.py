@@ -17,6 +17,7 @@ from wooly_executor.memory.book import Scope
 from wooly_executor.memory.swap import Place, Policy
 from wooly_executor.swap_space import Copy
 from wooly_executor.vram import SwapSettings
+from wooly_executor.vram.swapping import Swapping
 from wooly_wis.dtypes import DType
 
 MIB = 1 << 20
@@ -575,6 +576,25 @@ def test_place_that_takes_no_copy_is_not_tried_again(make_device, tmp_path, wis,
     assert tried == [Place.HOST, Place.DISK]
     assert a.read(1, len(data)) == data
     device.check()
+
+
+def test_error_after_memory_was_moved_ends_the_device_loop(make_device, tmp_path, wis, monkeypatch):
+    """The session would wait for its memory for ever."""
+    device = make_device(memory=10 * MIB, swap=swap(tmp_path))
+    device.may_end = True
+    a, b = device.open("a"), device.open("b")
+    for client in (a, b):
+        client.run(wis.body().alloc("x", 6 * MIB), {"x": 1})
+        client.sync()
+    assert device.residence() == {"a": "away", "b": "here"}
+
+    def fails(*_):
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(Swapping, "_install_loaded", fails)
+    with pytest.raises(wis.error, match="the executor failed: KeyError: 'a bug'"):
+        a.read(1, 6 * MIB)
+    assert isinstance(device.told[0], KeyError)
 
 
 def test_full_disk_fails_the_allocation_only(make_device, tmp_path, wis, monkeypatch):

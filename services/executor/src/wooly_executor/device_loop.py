@@ -120,6 +120,7 @@ class DeviceLoop:
             dispatch,
             swap or SwapSettings(),
             self._calls.call,
+            self._calls.tell,
             post,
             device=runtime.device,
             settle=runtime.settle,
@@ -129,13 +130,13 @@ class DeviceLoop:
         self.decoders = Decoders(limits.decode_s)
         self.usage = UsageBook()
         self._answers = Answers(server, runtime.device, post, limits, vram.changed)
-        self.cuts = Cuts(vram, runtime.device, self._calls.call, post, runtime.settle, checkpoints, limits.checkpoints)
+        self.cuts = Cuts(vram, runtime.device, self._calls.tell, post, runtime.settle, checkpoints, limits.checkpoints)
         self.runs = Runs(runtime, vram)
         self.collectives = Collectives(
             vram,
             self.runs,
             runtime.device,
-            self._calls.call,
+            self._calls.tell,
             post,
             lambda session_id: self.sessions.get(session_id),
             lambda session_id, why: self.sessions.close(session_id, why, passing=True),

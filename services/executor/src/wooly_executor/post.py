@@ -73,6 +73,22 @@ class Calls:
         self._wake()
         return future
 
+    def tell(self, function: Callable[[], None]) -> None:
+        """Run `function` in the device's thread, without a caller that waits for it. After `end`, it is dropped.
+
+        An error ends the device's thread, as an error in a frame's processing would: nobody else would notice it, and sessions
+        would wait for ever.
+        """
+
+        def job() -> None:
+            if not self._over:
+                function()
+
+        self._jobs.put(job)
+        if self._over:
+            self._answer()
+        self._wake()
+
     def run_one(self) -> None:
         """Run the oldest function. The queue must not be empty."""
         self._jobs.get_nowait()()

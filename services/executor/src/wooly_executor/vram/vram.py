@@ -56,6 +56,7 @@ class Vram:
         dispatch: knows which sessions the core can pass over.
         settings: settings of swapping.
         call: runs a function in the device loop's thread; any thread may use it.
+        tell: as `call`, but without a result: an error ends the device loop.
         post: queue of events of sessions.
         clock: returns monotonic ns.
         device: the device.
@@ -69,6 +70,7 @@ class Vram:
         dispatch: Dispatch,
         settings: SwapSettings,
         call: Callable[[Callable[[], None]], Any],
+        tell: Callable[[Callable[[], None]], None],
         post: Post,
         clock: Callable[[], int] = time.monotonic_ns,
         device: TorchDevice = HOST,
@@ -87,13 +89,13 @@ class Vram:
         pages = host if device.host else Pages(0, device.copy_target)  # torch itself reuses a GPU's memory
         self.swap_space = SwapSpace(settings.host, settings.disk, settings.folder, host, in_place=device.host)
         self.mover = Mover(device)
-        self.contents = Contents(self.ledger, self.swap_space, self.mover, clock, call, self.changed, post)
+        self.contents = Contents(self.ledger, self.swap_space, self.mover, clock, tell, self.changed, post)
         self._samples = MemorySamples(self.ledger, clock)
         self.pins = PinnedWeights(self.ledger, self.contents, self._samples, clock, pinned, call, device)
         self._residents = Residents(self.ledger, policy, dispatch, self.contents, self.pins, clock)
         self._sessions = self._residents.sessions
         self.ipc = IpcBuffers(self.ledger, self.contents, clock, self._require_room_to_stay)
-        self._swapping = Swapping(self._residents, self.swap_space, pages, self.mover, dispatch, call, self.ipc)
+        self._swapping = Swapping(self._residents, self.swap_space, pages, self.mover, dispatch, tell, self.ipc)
         self._victims = Victims(self._residents, self._swapping, self.swap_space, settle)
         patience = max(policy.idle_ns, settings.patience_ns)
         self._waiting = Waiting(self._residents, self._victims, self._swapping, dispatch, patience, post)
