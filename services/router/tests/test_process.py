@@ -20,6 +20,7 @@ from wooly_bus.web import OPEN
 from wooly_testkit import forks
 from wooly_testkit.certificates import make_certificates
 from wooly_testkit.forks import Forked
+from wooly_testkit.postgres import PostgresMissingError, postgres_server
 from wooly_wis.messages import (
     ClientFacts,
     CloseSessionRequest,
@@ -114,6 +115,34 @@ async def test_router_after_restart_keeps_sessions(nats_server, tmp_path, start_
         close = CloseSessionRequest(session_id=opened.session_id, token=opened.token)
         assert (await ask(contracts.ROUTER_SESSION_CLOSE, close)).closed
         assert executor.sessions == {}
+
+
+@pytest.fixture
+def own_postgres():
+    """A server that a test may crash."""
+    try:
+        with postgres_server(durable=True) as server:
+            yield server
+    except PostgresMissingError as e:
+        pytest.skip(str(e))
+
+
+async def test_request_while_the_database_is_away_may_be_sent_again(
+    nats_server, tmp_path, start_router, beating_executor, own_postgres
+):
+    """A session that opens at another executor asks again. It used to end, although the database was back after seconds."""
+    start_router(WOOLY_ROUTER_DATABASE_URL=own_postgres.database(), WOOLY_ROUTER_LEASE_S="60")
+    async with beating_executor("a"), client_of(nats_server) as ask:
+        await rest_of(tmp_path)
+        opened = await ask(contracts.ROUTER_SESSION_OPEN, REQUEST)
+        renewal = RenewSessionRequest(session_id=opened.session_id, token=opened.token)
+        own_postgres.crash()
+        for rpc, request in ((contracts.ROUTER_SESSION_OPEN, REQUEST), (contracts.ROUTER_SESSION_RENEW, renewal)):
+            with pytest.raises(RefusedError, match="database does not answer") as caught:
+                await ask(rpc, request)
+            assert caught.value.code == "router.database" and caught.value.retryable
+        own_postgres.start()
+        assert (await ask(contracts.ROUTER_SESSION_RENEW, renewal)).lease_s == 60
 
 
 @pytest.mark.slow  # the test of a second router has the same law

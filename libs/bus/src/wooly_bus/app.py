@@ -76,6 +76,8 @@ class ServiceApp:
         health_port: port of `/livez`, inside `running`; None if no port is configured.
         tenant_requests: concurrent requests of one tenant on one subject; further requests are refused.
         knows_tenants: NATS authenticates tenants' clients; see `serve_tenants`.
+        passing: errors of handlers that pass, such as those of a database that does not answer, and the code and the text of the
+            retryable refusals that they become.
 
     Raises:
         CredentialsError: the credentials for NATS cannot be read.
@@ -90,6 +92,7 @@ class ServiceApp:
         self.url = shown(nats_url)
         self.knows_tenants = shows is not None
         self.tenant_requests = TENANT_REQUESTS
+        self.passing: dict[type[Exception], tuple[str, str]] = {}
         self._patience_s = patience_s
         self._last_error = ""
         self._ending = False
@@ -157,7 +160,7 @@ class ServiceApp:
             raise ValueError(f"only tenants' clients may send {rpc.subject}; serve it with serve_tenants")
 
         async def answer(message: Msg) -> None:
-            await self._answer(rpc.subject, message, lambda: _handled(handler, rpc.request, message.data))
+            await self._answer(rpc.subject, message, lambda: self._handled(handler, rpc.request, message.data))
 
         self._subscribe(rpc.subject, rpc.queue, answer, concurrency)
 
@@ -206,7 +209,7 @@ class ServiceApp:
                     return self._too_many(subject, tenant, most)
                 working[tenant] += 1
                 try:
-                    return await _handled(bound, rpc.request, message.data)
+                    return await self._handled(bound, rpc.request, message.data)
                 finally:
                     working[tenant] -= 1
                     if not working[tenant]:
@@ -250,7 +253,7 @@ class ServiceApp:
         async def hear(message: Msg) -> None:
             headers = message.headers or {}
             with consumer_span(self.name, subject, headers) if "traceparent" in headers else _UNTRACED:
-                failure = await _handled(handler, model, message.data)
+                failure = await self._handled(handler, model, message.data)
                 if isinstance(failure, ErrorReply):
                     log.warning("dropped an event %s: %s", subject, failure.message)
                     mark_failed(failure.code)
@@ -338,6 +341,21 @@ class ServiceApp:
     def _connected(self) -> bool:
         return self._client is not None and self._client.is_connected
 
+    async def _handled(self, handler: Callable[[Q], Awaitable[T]], model: type[Q], data: bytes) -> T | ErrorReply:
+        """The result of the handler. A `BusError` becomes its `ErrorReply`; another error is logged and gets the code `internal`,
+        unless it passes.
+        """
+        try:
+            return await handler(decode(data, model))
+        except BusError as e:
+            return e.to_reply()
+        except Exception as e:
+            log.exception("%s failed", getattr(handler, "__qualname__", handler))
+            for kind, (code, text) in self.passing.items():
+                if isinstance(e, kind):
+                    return ErrorReply(code=code, message=text, retryable=True)
+            return ErrorReply(code="internal", message=f"{type(e).__name__}: {e}"[:4096])
+
     async def _start(self) -> None:
         await self.broker.start()
         # The server must have every subscription before the service reports that it is ready.
@@ -361,17 +379,6 @@ class ServiceApp:
                 await super(NatsBroker, self.broker).stop()  # ends the subscribers, and does not drain the connection
             if client is not None:
                 await client.close()
-
-
-async def _handled(handler: Callable[[Q], Awaitable[T]], model: type[Q], data: bytes) -> T | ErrorReply:
-    """The result of the handler. A `BusError` becomes its `ErrorReply`; another error is logged and gets the code `internal`."""
-    try:
-        return await handler(decode(data, model))
-    except BusError as e:
-        return e.to_reply()
-    except Exception as e:
-        log.exception("%s failed", getattr(handler, "__qualname__", handler))
-        return ErrorReply(code="internal", message=f"{type(e).__name__}: {e}"[:4096])
 
 
 def _too_large(nbytes: int, most: int) -> ErrorReply:

@@ -28,7 +28,7 @@ from wooly_router.duties import Duties
 from wooly_router.gate import Gate
 from wooly_router.jobs import JobActor
 from wooly_router.settings import RouterSettings
-from wooly_router.state.database import Database, migrate
+from wooly_router.state.database import DATABASE_AWAY, DATABASE_AWAY_TEXT, UNREACHABLE, Database, migrate
 from wooly_router.state.tenants import TenantRecord
 from wooly_router.state.world import World
 from wooly_router.tasks import TaskActor
@@ -50,6 +50,7 @@ async def serve(settings: RouterSettings) -> None:
     world = World(Database(settings.database(), durable=settings.durable), settings.cluster())
     app = ServiceApp("router", settings.nats_url)
     app.tenant_requests = settings.tenant_requests
+    app.passing |= dict.fromkeys(UNREACHABLE, (DATABASE_AWAY, DATABASE_AWAY_TEXT))
     clock = SteadyClock()  # not the machine's: no session ends, and none stays, because that clock is set
     gate = Gate(world, settings.auth, clock, settings.owner(clock))
     actor = RouterActor(settings, app, world, gate, clock)

@@ -13,7 +13,7 @@ from typing import Any
 import aiosqlite
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Connection, event, make_url, text
+from sqlalchemy import Connection, event, exc, make_url, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 
@@ -23,6 +23,10 @@ from wooly_router.python_private import worker_of
 PLACEMENT_LOCK = 0x776F6F6C79
 #: The INSERT constructs with ON CONFLICT. SQLAlchemy has no common type for them.
 _INSERT: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
+#: Errors of transactions while the database does not answer, and what callers are told then.
+UNREACHABLE = (exc.OperationalError, exc.InterfaceError, exc.TimeoutError)
+DATABASE_AWAY = "router.database"
+DATABASE_AWAY_TEXT = "the controller's database does not answer; see the router's log"
 #: Seconds that a writer waits for another writer (SQLite allows one at a time).
 BUSY_S = 30.0
 #: Seconds that closing waits for operations of SQLite whose callers were cancelled.
