@@ -361,7 +361,7 @@ class ExecutorActor(Actor):
             await asyncio.sleep(self._settings.heartbeat_s)
 
     def _is_late(self, session_id: str, now: float) -> bool:
-        """Whether a session's lease was not renewed in time, but its client seems to live: its connection is open.
+        """Whether a session's lease was not renewed for half of its length, but its client's connection is open.
 
         The client may be stopped (Ctrl-Z, a debugger), its machine may sleep or be overloaded, or no router may run.
         """

@@ -43,8 +43,8 @@ class Case:
         dtypes: for each slot that a run binds, the dtype of its contents.
         edges: positions at which runs stop.
         tame: whether the contents are ordinary numbers.
-        sure: whether the library gives the same bits at each run: no instruction writes an element twice, or writes what it reads
-            through another view.
+        repeatable: whether each run has the same bits. They may differ if an instruction writes an element twice, or reads what
+            it writes through another view.
         plan: the bytes of its artifact.
     """
 
@@ -54,7 +54,7 @@ class Case:
     dtypes: dict = field(hash=False)
     edges: tuple
     tame: bool
-    sure: bool
+    repeatable: bool
     plan: bytes = b""
 
     @property
@@ -79,7 +79,7 @@ def text(case):
     return f"program {case.name}, params {list(case.params)}, edges {list(case.edges)}\n{disassemble(case.program)}"
 
 
-def is_sure(form, slots):
+def is_repeatable(form, slots):
     """Whether the bits of an instruction's results do not depend on the order in which the library's threads write."""
     for k, (operand, slot) in enumerate(zip(form.operands, slots, strict=True)):
         if operand.role is Role.IN or operand.view is None:
@@ -137,8 +137,8 @@ class _Making:
         edges = tuple(sorted(rng.sample(range(1, n), min(n - 1, rng.randrange(4))))) if n > 1 else ()
         dtypes = {slots[s]: d for s, d in self._dtypes.items() if s in slots}
         dtypes = {s: d for s, d in dtypes.items() if facts.slot_alloc[s] is None}
-        sure = all(is_sure(program.forms[i.form], i.slots) for i in program.body)
-        return Case(name, program, tuple(self._tape.params), dtypes, edges, rng.random() < 0.7, sure)
+        repeatable = all(is_repeatable(program.forms[i.form], i.slots) for i in program.body)
+        return Case(name, program, tuple(self._tape.params), dtypes, edges, rng.random() < 0.7, repeatable)
 
     # -- instructions --------------------------------------------------------------------------------------------------
 

@@ -85,11 +85,11 @@ class Repeated:
             for k in range(runs):
                 state = self._run(case, ready, prepared, runtime, inputs, rng, k)
                 mine = mine or state
-                if not case.sure:
+                if not case.repeatable:
                     continue
                 same(state, mine, f"{name} {k + 1} differs from {name} 1")
             first = first or mine
-            if name == "run of the plan" and case.sure:
+            if name == "run of the plan" and case.repeatable:
                 (same if self._mode == "exact" else self._close)(mine, first, "the plan's result differs", case.tame)
         return first[1]
 

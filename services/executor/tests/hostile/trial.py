@@ -4,7 +4,7 @@ import struct
 
 import torch
 from call import is_written, program_of, windows_of
-from programs import is_sure
+from programs import is_repeatable
 from wooly_executor.errors import ExecutorError
 from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime.buffers import Buffer, bytes_of
@@ -47,7 +47,7 @@ class Trials:
         if self._runs == 1:
             return self._tried(call, ready, order, params)
         program, given = ready.prepared.program, self._left
-        sure = all(is_sure(program.forms[i.form], i.slots) for i in program.body)
+        repeatable = all(is_repeatable(program.forms[i.form], i.slots) for i in program.body)
         first = None
         for k in range(self._runs):
             seen = []
@@ -56,7 +56,7 @@ class Trials:
             error = self._tried(call, ready, order, params)
             first = first or (error, seen)
             assert error == first[0], f"run {k + 1} ends with {error!r}, and run 1 with {first[0]!r}"
-            assert not sure or seen == first[1], f"run {k + 1} left other bytes than run 1"
+            assert not repeatable or seen == first[1], f"run {k + 1} left other bytes than run 1"
         self._left = given
         return first[0]
 

@@ -49,7 +49,8 @@ class ExecutorHeartbeat(Message):
         weights: contents in the executor's memory that another session could share, largest first. Each is named by content and
             circle
             (`wooly_bus.contents.shared_name`).
-        late: sessions whose lease has been renewed too late, while the connection of their client is open.
+        late: sessions whose leases were not renewed for more than half of their length, while the connections of their clients
+            are open.
         ending: why the process ends, in its last heartbeat; otherwise empty.
         leaving: why the process will end as soon as its sessions have gone on elsewhere; otherwise empty.
         checkpoints: identity of the place where it stores checkpoints. Executors with the same identity can restore each other's
