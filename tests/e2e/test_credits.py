@@ -152,7 +152,7 @@ def test_hard_limit_holds_tenant_and_loses_no_work(stack, tmp_path):
 
 
 async def _journalled(stack):
-    """Core time by session, from the journals in the stream."""
+    """Core time by session and process of an executor, from the journals in the stream."""
     connection = await nats.connect(stack.nats_url, user_credentials=str(stack.creds))
     found, of = Counter(), {}
     try:
@@ -162,8 +162,23 @@ async def _journalled(stack):
             batch = Batch.decode(kept.payload())
             for event, decisions in map(decode_entry, batch.lines()):
                 if isinstance(event, LaunchDoneEvent):
-                    found[of[batch.journal, event.launch]] += event.core_ns
+                    found[of[batch.journal, event.launch], batch.journal.rpartition(".")[0]] += event.core_ns
                 of.update({(batch.journal, d.launch): d.session for d in decisions if isinstance(d, LaunchDecision)})
+    finally:
+        await connection.close()
+
+
+async def _published(stack, session):
+    """Core time of a session by process of an executor, from the usage records in the stream."""
+    connection = await nats.connect(stack.nats_url, user_credentials=str(stack.creds))
+    found = Counter()
+    try:
+        async for kept in read_stream(connection.jetstream(), contracts.EXECUTOR_USAGE_RECORDED):
+            if kept is None:
+                return found
+            event = kept.payload()
+            if not event.whole:
+                found[event.source] += sum(r.core_ns for r in event.records if r.session_id == session)
     finally:
         await connection.close()
 
@@ -186,11 +201,21 @@ def test_killed_executor_is_billed_by_its_journal(stack, tmp_path):
     again = until(lambda: booked(stack, "killed"))
     assert again.rows[0].core_ucr >= before[0].core_ucr and again.quarantined == 0
     session = before[0].name
-    journal = asyncio.run(_journalled(stack))[session]
-    (row,) = until(lambda: [r for r in booked(stack, "killed").rows if r.core_ns >= journal])
-    own = ask(stack, contracts.METERING_ENTRY_LIST, EntriesRequest(session_id=session, limit=1000)).entries
-    usage = sum(e.core_ns for e in own if "journal" not in e.reason)
-    assert row.core_ns == max(journal, usage) and journal > before[0].core_ns
+    journals = asyncio.run(_journalled(stack))
+    (killed, *_) = [
+        process for who, process in journals if who == session
+    ]  # the session may have gone on in a second process
+
+    def told():  # what the process had published before, and what its journal told later
+        own = ask(stack, contracts.METERING_ENTRY_LIST, EntriesRequest(session_id=session, limit=1000)).entries
+        return [e for e in own if "journal" in e.reason]
+
+    until(told)
+    usage = asyncio.run(_published(stack, session))
+    (row,) = until(lambda: [r for r in booked(stack, "killed").rows if r.core_ns >= sum(usage.values())])
+    assert journals[session, killed] > usage[killed] >= before[0].core_ns
+    assert sum(e.core_ns for e in told()) == journals[session, killed] - usage[killed]
+    assert row.core_ns == sum(usage.values()) + journals[session, killed] - usage[killed]
     worker = until(lambda: _begun(stack, tmp_path), 60)
     try:
         worker.ask("work")

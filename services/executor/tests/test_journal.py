@@ -233,7 +233,7 @@ async def test_journal_queue_overflow_ends_it_and_starts_another(device, wis, mo
     monkeypatch.setattr(journal, "RETRY_S", 0.01)
     monkeypatch.setattr(journal, "WAITING_BYTES", 2000)
     js = Bin()
-    publisher = JournalPublisher(js, device.loop, "x")
+    publisher = JournalPublisher(js, device.loop, "x", "x/1")
     running = asyncio.create_task(publisher.run())
     a = device.open("a", priority=3, weight=7)
     await settled(lambda: any(b'"SessionOpened"' in data for data in js.kept))
@@ -262,7 +262,7 @@ async def test_journal_queue_overflow_ends_it_and_starts_another(device, wis, mo
 async def test_journal_batches_are_bounded_and_consecutive(device, monkeypatch):
     monkeypatch.setattr(journal, "BATCH_ENTRIES", 40)
     js = Bin()
-    publisher = JournalPublisher(js, device.loop, "x")
+    publisher = JournalPublisher(js, device.loop, "x", "x/1")
     await publisher._begin()
     a = device.open("a")
     for k in range(100):

@@ -125,7 +125,7 @@ def test_work_of_a_program_follows_the_op_table(wis):
 
 async def test_usage_work_above_the_program_limit_is_added_up(device, monkeypatch):
     monkeypatch.setattr(usage, "RUNS_KEPT", 3)
-    book, publisher = UsageBook(), UsagePublisher(None, device.loop, "x")
+    book, publisher = UsageBook(), UsagePublisher(None, device.loop, "x", "x/1")
     used = book.opened("a", "t", "", Bears(), 0)
     programs = []
     for n in range(1, 8):

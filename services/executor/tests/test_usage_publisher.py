@@ -57,7 +57,7 @@ async def test_usage_publisher_with_nats_killed_publishes_every_count_once(devic
     server = Nats(tmp_path)
     client = await connected(server.url)
     try:
-        publisher = UsagePublisher(client.jetstream(), device.loop, "gpu-0")
+        publisher = UsagePublisher(client.jetstream(), device.loop, "gpu-0", "gpu-0/1")
         publishing = asyncio.create_task(publisher.run())
         session = device.open("s")
         v = wis.at(DType.F32, 64)

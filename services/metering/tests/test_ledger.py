@@ -48,6 +48,22 @@ def test_migrations_create_the_schema_of_the_tables(url):
     migrate(url)
 
 
+def test_migration_keeps_usage_that_was_booked_ahead(url):
+    migrate(url)
+    ledger = Ledger(url)
+    ledger.take(used(100))
+    ledger.take(told(("s1", 300)))  # by an executor whose journal does not name its process
+    ledger.take(told(("s2", 300), journal="gpu-0/1.1", process="gpu-0/1"))
+    ledger.database.close()
+    revert(url, "0005")
+    migrate(url)
+    later = Ledger(url)
+    later.sequence = ledger.sequence
+    later.take(used(200, batch=2))
+    assert core_of(later) == 300
+    later.database.close()
+
+
 def _migrate_and_die(url, at):
     """Migrate, and die at statement number `at`."""
     seen = []
@@ -325,6 +341,33 @@ def test_late_usage_after_journal_totals_is_not_booked_twice(ledger):
     assert core_of(ledger) == 440_000_000
     ledger.take(event(record("other", core_ns=5, gpu_ns=5, resident_mib_us=0), batch=4))
     assert core_of(ledger, "other") == 5
+
+
+def used(core, batch=1, source="gpu-0/1"):
+    return event(record(core_ns=core, gpu_ns=core, resident_mib_us=0), batch=batch, source=source)
+
+
+def test_each_process_of_an_executor_has_its_own_total(ledger):
+    """After a restart, a session goes on in an executor of the same id."""
+    ledger.take(used(100))
+    ledger.take(told(("s1", 400), journal="gpu-0/1.1", process="gpu-0/1"))
+    ledger.take(used(50, source="gpu-0/2"))
+    assert core_of(ledger) == 450, "the journal of the old process did not tell this usage before"
+    ledger.take(used(250, batch=2))
+    assert core_of(ledger) == 450, "but it told this late usage of the old process"
+    ledger.take(told(("s1", 70), journal="gpu-0/2.1", process="gpu-0/2"))
+    assert core_of(ledger) == 470, "only usage of the new process counts for the new journal"
+    ledger.take(told(("s1", 90), journal="gpu-0/21.1", process="gpu-0/21"))
+    assert core_of(ledger) == 560
+    assert {e.model for e in entries(ledger)} == {"llama"}
+
+
+def test_totals_of_an_unknown_process_count_usage_of_all_processes(ledger):
+    ledger.take(used(100))
+    ledger.take(used(100, source="gpu-0/2"))
+    ledger.take(told(("s1", 300)))
+    ledger.take(used(60, source="gpu-0/2", batch=2))
+    assert core_of(ledger) == 300
 
 
 def test_journal_totals_below_the_ledger_change_nothing(ledger):

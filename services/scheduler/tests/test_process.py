@@ -164,6 +164,11 @@ async def test_unreadable_checkpoint_is_ignored(executor, start_scheduler, conte
         )
 
 
+def beat(journal):
+    device = DeviceFacts(name="d", vendor="cpu", runtime="cpu", total_memory=1, cores=1)
+    return ExecutorHeartbeat(executor_id="gpu-0", node="host", pid=1, device=device, endpoints=(), journal=journal)
+
+
 def ran(executor, session, gpu_ns, core_ns):
     """Run one launch of a session, with these times."""
     executor.rig.submit(session, gpu_ns)
@@ -182,6 +187,7 @@ async def totals_told(app):
                 break
             event = kept.payload()
             assert event.whole and event.executor_id == "gpu-0"
+            assert event.process == ("gpu-0/2" if event.source == "journal/gpu-0/2.1/0" else "")
             found[event.source] = event.batch, {r.session_id: (r.tenant, r.core_ns, r.gpu_ns) for r in event.records}
     return found
 
@@ -199,7 +205,7 @@ async def test_journal_totals_are_sent_to_metering_at_a_new_journal_or_silence(e
         entries = e.told
         assert await totals_told(e.app) == {}, "an executor that lives tells of its usage itself"
         first = {"s1": ("default", 1900, 1000), "s2": ("default", 70, 70)}
-        e.begin("2")
+        e.begin("2.1")
         e.rig.open("s3", 2)
         ran(e, "s3", 30, 40)
         await e.publish()
@@ -207,7 +213,26 @@ async def test_journal_totals_are_sent_to_metering_at_a_new_journal_or_silence(e
         assert (await totals_told(e.app))["journal/gpu-0/1/0"] == (entries, first)
         second = {"s3": ("default", 40, 30)}
         found = await until(lambda: both(e.app))
-        assert found == {"journal/gpu-0/1/0": (entries, first), "journal/gpu-0/2/0": (e.told, second)}
+        assert found == {"journal/gpu-0/1/0": (entries, first), "journal/gpu-0/2.1/0": (e.told, second)}
+
+
+async def test_journal_totals_are_sent_if_a_restarted_executor_has_nothing_to_do(executor, start_scheduler):
+    start_scheduler()
+    async with executor() as e:
+        e.rig.open("s1", 2)
+        ran(e, "s1", 500, 900)
+        await e.publish()
+        await followed(e)
+
+        async def told(journal):
+            await e.app.publish(contracts.EXECUTOR_NODE_HEARTBEAT, beat(journal))
+            return await totals_told(e.app)
+
+        for _ in range(15):  # more than one check whether totals must be sent
+            assert await told("gpu-0/1") == await told("") == {}, "an executor that lives tells of its usage itself"
+            await asyncio.sleep(0.1)
+        found = await until(lambda: told("gpu-0/2"))
+        assert found == {"journal/gpu-0/1/0": (e.told, {"s1": ("default", 900, 500)})}
 
 
 async def both(app):
@@ -365,8 +390,6 @@ async def test_epoch_is_sent_only_if_windows_change(executor, start_scheduler):
 
 async def test_silent_gpu_is_forgotten_unless_it_sends_heartbeats(executor, start_scheduler):
     start_scheduler(WOOLY_SCHEDULER_SILENCE_S="1")
-    device = DeviceFacts(name="d", vendor="cpu", runtime="cpu", total_memory=1, cores=1)
-    beat = ExecutorHeartbeat(executor_id="gpu-0", node="host", pid=1, device=device, endpoints=())
     async with executor() as e, executor("gpu-1") as other:
         for one in (e, other):
             one.populate()
@@ -374,7 +397,7 @@ async def test_silent_gpu_is_forgotten_unless_it_sends_heartbeats(executor, star
             await followed(one)
 
         async def gone():
-            await e.app.publish(contracts.EXECUTOR_NODE_HEARTBEAT, beat)
+            await e.app.publish(contracts.EXECUTOR_NODE_HEARTBEAT, beat(""))
             return await listed(e.app, "gpu-1") is None
 
         await until(gone)

@@ -83,7 +83,8 @@ class UsageRecorded(Message):
 
     With `whole`, each record is a total: what the session ran on this executor according to the first `batch` entries of a
     dispatch journal (`source`). Such a record has only device time and core time. Metering books the part that no usage record
-    covered.
+    of the same process covered. `process`: the source of those usage records; empty: unknown, so usage records of all processes
+    of this executor count.
     """
 
     source: Annotated[str, StringConstraints(min_length=1, max_length=192)]
@@ -94,6 +95,7 @@ class UsageRecorded(Message):
     memory: int = Field(ge=0, lt=1 << 62)
     records: tuple[UsageRecord, ...] = Field(max_length=20_000)
     whole: bool = False
+    process: Annotated[str, StringConstraints(max_length=192)] = ""
 
 
 class CreditsRequest(Message):

@@ -8,6 +8,7 @@ import contextlib
 import faulthandler
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -113,10 +114,11 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
     actor = ExecutorActor(settings, app, loop, endpoints, tunnels)
     async with app.running(), contextlib.aclosing(tunnels):
         actor.jobs.start(app.jetstream())
-        journal = JournalPublisher(app.jetstream(), loop, settings.id)
+        process = f"{settings.id}/{time.time_ns()}"
+        journal = actor.journal = JournalPublisher(app.jetstream(), loop, settings.id, process)
         memory = MemoryPublisher(app.jetstream(), loop, settings.id)
         measured = loop.runtime.driver.sm_utilisation if isinstance(loop.runtime, GpuRuntime) else None
-        usage = UsagePublisher(app.jetstream(), loop, settings.id, measured)
+        usage = UsagePublisher(app.jetstream(), loop, settings.id, process, measured)
         works = actor.works() | {"journal": journal.run, "memory": memory.run, "usage": usage.run}
         loop.runtime.foreign.remote = KernelSource(app, settings.compiler_timeout_s)
         if isinstance(loop.runtime, PlanRuntime) and loop.tiers is not None:

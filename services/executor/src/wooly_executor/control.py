@@ -47,6 +47,7 @@ from wooly_wis.messages import (
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.errors import AdmissionError, ExecutorError, LoopEndedError
 from wooly_executor.jobs import Jobs
+from wooly_executor.journal import JournalPublisher
 from wooly_executor.memory.book import Scope
 from wooly_executor.runtime import extensions
 from wooly_executor.sessions import STOPPING, Ended
@@ -151,6 +152,7 @@ class ExecutorActor(Actor):
         app.serve(contracts.EXECUTOR_CHECKPOINT_KEEP.at(settings.id), self.on_keep_checkpoints)
         app.serve(contracts.EXECUTOR_EPOCH_END.at(settings.id), self.on_end_epoch)
         self.jobs = Jobs(loop, settings.id)
+        self.journal: JournalPublisher | None = None  # it exists as soon as NATS is connected
         app.serve(contracts.EXECUTOR_JOB_RUN.at(settings.id), self.alone(self.jobs.on_run_job))
         # Not `alone`: opening a tunnel uses none of the actor's state, and it waits for NATS.
         app.serve(contracts.EXECUTOR_TUNNEL_OPEN.at(settings.id), tunnels.on_open_tunnel)
@@ -419,6 +421,7 @@ class ExecutorActor(Actor):
             weights=tuple(weights),
             memory=memory,
             work=WorkDone.model_validate(self._loop.processing.work.to_json()),
+            journal="" if self.journal is None else self.journal.name,
             leaving=self._leaving,
             checkpoints=next(iter(self._stores), ""),
             checkpoints_read=self._stores[1:],

@@ -37,13 +37,16 @@ class JournalPublisher:
     Args:
         js: the JetStream context.
         loop: the device loop.
-        executor_id: id of the executor. A journal's name is `<executor>/<start in ns since 1970>`.
+        executor_id: id of the executor.
+        process: name of this process, unique among all processes of the executor. Its journals are `<process>.1`,
+            `<process>.2`, and so on.
     """
 
-    def __init__(self, js: JetStreamContext, loop: DeviceLoop, executor_id: str) -> None:
+    def __init__(self, js: JetStreamContext, loop: DeviceLoop, executor_id: str, process: str) -> None:
         self._js = js
         self._loop = loop
-        self._id = executor_id
+        self._process = process
+        self._begun = 0
         self._event = contracts.EXECUTOR_DISPATCH_JOURNALED.at(executor_id)
         self._entries: Entries | None = None
         self._journal = Journal("")
@@ -77,7 +80,8 @@ class JournalPublisher:
         """Start a journal, if its stream exists or can be created."""
         await ensure_stream(self._js, contracts.EXECUTOR_DISPATCH_JOURNALED)
         self._entries = await asyncio.wrap_future(self._loop.call(self._loop.dispatch.begin_journal))
-        self._journal = Journal(f"{self._id}/{time.time_ns()}")
+        self._begun += 1
+        self._journal = Journal(f"{self._process}.{self._begun}")
         log.info("the dispatch journal %s begins", self._journal.name)
 
     async def publish(self) -> None:

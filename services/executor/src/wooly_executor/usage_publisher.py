@@ -39,7 +39,8 @@ class UsagePublisher:
     Args:
         js: the JetStream context.
         loop: the device loop.
-        executor_id: id of the executor. The source of its records is `<executor>/<start in ns since 1970>`.
+        executor_id: id of the executor.
+        process: name of this process, unique among all processes of the executor. It is the source of the records.
         measured: returns the share of the device's cores that this process has used since the last call, as the vendor's library
             measures it, or None. It is compared with the bills in the log. None: nothing measures it.
     """
@@ -49,11 +50,12 @@ class UsagePublisher:
         js: JetStreamContext,
         loop: DeviceLoop,
         executor_id: str,
+        process: str,
         measured: Callable[[], float | None] | None = None,
     ) -> None:
         self._js, self._loop, self._id = js, loop, executor_id
         self._event = contracts.EXECUTOR_USAGE_RECORDED.at(executor_id)
-        self.source = f"{executor_id}/{time.time_ns()}"
+        self.source = process
         facts = loop.runtime.facts()
         self._kind, self._cores = str(facts["vendor"]), int(facts["cores"])
         self._clock = SteadyClock()  # a machine's clock that is set moves no usage to another hour

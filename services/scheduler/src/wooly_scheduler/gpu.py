@@ -98,6 +98,7 @@ class GpuActor:
         self._complaint = ""
         self._gap_since: float | None = None
         self._device: DeviceFacts | None = None
+        self._journal = ""  # name of the executor's journal by its last heartbeat
         self._counted = ("", 0)  # journal and number of entries whose totals metering has
         works = {"journal": self._work(), "epochs": self._epochs(), "totals": self._totals()}
         self._tasks = [start_task(work, f"{name} of {executor_id}") for name, work in works.items()]
@@ -201,7 +202,9 @@ class GpuActor:
                 self._complaint = str(e)
 
     async def _send_totals(self) -> None:
-        """Send metering the totals of finished journals, and those of the current journal while the executor is silent."""
+        """Send metering the totals of finished journals. Also those of the current journal if the executor is silent, or has
+        begun another one: a process that was started again and has nothing to do publishes no entry.
+        """
         follower, at_us = self.follower, int((self.entered or self._clock()) * 1e6)
         while follower.finished:
             totals = follower.finished[0]
@@ -209,7 +212,8 @@ class GpuActor:
             follower.finished = [other for other in follower.finished if other is not totals]
         now = (follower.journal, follower.entries)
         silent = self._clock() - self.heard > min(EXECUTOR_GONE_S, self._settings.silence_s / 2)
-        if silent and self.caught_up and follower.journal and now != self._counted:
+        replaced = self._journal not in ("", follower.journal)
+        if (silent or replaced) and self.caught_up and follower.journal and now != self._counted:
             await send_totals(self._app.jetstream(), messages(follower.totals(), self.executor_id, self._device, at_us))
             self._counted = now
 
@@ -260,7 +264,7 @@ class GpuActor:
 
     def hear(self, heartbeat: ExecutorHeartbeat) -> None:
         """Take in a heartbeat: the executor is alive, and reports the use of its memory."""
-        self.heard, self._device = self._clock(), heartbeat.device
+        self.heard, self._device, self._journal = self._clock(), heartbeat.device, heartbeat.journal
         memory = self.memory = heartbeat.memory
         if memory is not None:
             sessions = [Commitment(s.session_id, s.promised, s.swappable) for s in memory.sessions]

@@ -40,6 +40,9 @@ def messages(totals: Totals, executor_id: str, device: DeviceFacts | None, at_us
             memory=0,
             records=tuple([_record(ran, at_us) for ran in totals.ran[first : first + RECORDS]]),
             whole=True,
+            process=totals.journal.rpartition(".")[
+                0
+            ],  # empty for journals without "." in their names, of older executors
         )
 
 

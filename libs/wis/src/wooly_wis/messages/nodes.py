@@ -51,6 +51,8 @@ class ExecutorHeartbeat(Message):
             (`wooly_bus.contents.shared_name`).
         late: sessions whose leases were not renewed for more than half of their length, while the connections of their clients
             are open.
+        journal: name of the current dispatch journal; empty if there is none. A new process has a new journal, and publishes no
+            entry of it while it has nothing to do.
         ending: why the process ends, in its last heartbeat; otherwise empty.
         leaving: why the process will end as soon as its sessions have gone on elsewhere; otherwise empty.
         checkpoints: identity of the place where it stores checkpoints. Executors with the same identity can restore each other's
@@ -70,6 +72,7 @@ class ExecutorHeartbeat(Message):
     weights: tuple[Digest, ...] = Field(default=(), max_length=1024)
     memory: MemoryState | None = None
     work: WorkDone = WorkDone()
+    journal: str = Field(default="", max_length=256)
     ending: str = Field(default="", max_length=1024)
     leaving: str = Field(default="", max_length=1024)
     checkpoints: str = Field(default="", max_length=64)

@@ -117,6 +117,8 @@ class HourKey(NamedTuple):
 
 #: (session, executor)
 RunKey = tuple[str, str]
+#: (session, executor, process of the executor). Process "": all processes of the executor.
+ProcessKey = tuple[str, str, str]
 #: (session, index of its device)
 DeviceKey = tuple[str, int]
 
@@ -182,10 +184,11 @@ class LastUsage(NamedTuple):
 
 @dataclass(slots=True)
 class RunState:
-    """The state of a run on one executor during booking.
+    """The state of a run in one process of an executor during booking. After a restart, a session can go on in an executor of the
+    same id, with another journal.
 
     Attributes:
-        gpu_ns: device time booked so far. It is known only for runs whose totals a journal states.
+        gpu_ns: device time booked so far. It is known only for runs whose totals a journal states now.
         core_ns: core time booked so far. It is known for the same runs.
         ahead_gpu_ns: the part of `gpu_ns` that was booked from a journal, and whose usage records have not arrived.
         ahead_core_ns: the same part of `core_ns`.
@@ -353,6 +356,12 @@ def _shown(data: bytes) -> str:
     return text[:PAYLOAD_KEPT]
 
 
+def known_under(record: UsageRecord, event: UsageRecorded) -> list[ProcessKey]:
+    """The keys under which the run of a record can be known to journals: the process, else all processes of the executor."""
+    processes = [event.process] if event.whole else [event.source, ""]
+    return [(record.session_id, event.executor_id, process) for process in processes]
+
+
 def book(
     events: Iterable[tuple[Delivery, UsageRecorded]],
     bad: Iterable[Quarantined],
@@ -361,7 +370,7 @@ def book(
     next_source: int,
     tariff: Tariff,
     now_us: int,
-    known_runs: dict[RunKey, RunState] | None = None,
+    known_runs: dict[ProcessKey, RunState] | None = None,
     lost_work: Mapping[DeviceKey, LostWork] | None = None,
 ) -> Booking:
     """Decide what to write for messages in the order of the stream.
@@ -416,7 +425,7 @@ class _Books:
 
     out: Booking
     sources: dict[str, Source]
-    runs: dict[RunKey, RunState]
+    runs: dict[ProcessKey, RunState]
     lost_work: Mapping[DeviceKey, LostWork]
     tariff: Tariff
     next_entry: int
@@ -449,7 +458,7 @@ class _Books:
         why = impossible(record, event)
         if why:
             return why, record
-        run = self.runs.get((told.session_id, event.executor_id))
+        run = next((self.runs[key] for key in known_under(told, event) if key in self.runs), None)
         if run is not None:
             part = run.missing_part(record) if event.whole else run.take(record)
             if part is None:

@@ -121,12 +121,14 @@ runs = Table(
     Index("ix_runs_ended", "ended"),
 )
 
-#: Usage that was booked from a journal before its usage records arrived. Late records are booked less this usage.
+#: Usage that was booked from a journal before its usage records arrived. Late records of the same process are booked less this
+#: usage. Process "": records of all processes.
 ahead = Table(
     "ahead",
     metadata,
     Column("session_id", String(64), primary_key=True),
     Column("executor_id", String(128), primary_key=True),
+    Column("process", String(192), primary_key=True, server_default=""),
     _big("gpu_ns"),
     _big("core_ns"),
     _big("at_us"),

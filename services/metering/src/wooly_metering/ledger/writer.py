@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Table, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Table, delete, func, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from wooly_bus.contracts import USAGE_AGE_S
 from wooly_wis.credits import CreditsRow, PricePlan, Statement, UsageRecorded
@@ -25,8 +25,8 @@ from wooly_metering.core.booking import (
     HourKey,
     LastUsage,
     LostWork,
+    ProcessKey,
     Quarantined,
-    RunKey,
     RunState,
     RunSum,
     Source,
@@ -34,6 +34,7 @@ from wooly_metering.core.booking import (
     add_hour,
     add_run,
     book,
+    known_under,
     read,
 )
 from wooly_metering.core.budgets import Budget
@@ -403,42 +404,51 @@ def _known_sources(c: Connection, names: Iterable[str]) -> dict[str, Source]:
     return found
 
 
-def _watched(c: Connection, events: Sequence[UsageRecorded]) -> dict[RunKey, RunState]:
+def _watched(c: Connection, events: Sequence[UsageRecorded]) -> dict[ProcessKey, RunState]:
     """The runs of these events whose totals a journal states now, or stated before."""
-    by_journal = {(r.session_id, event.executor_id) for event in events if event.whole for r in event.records}
+    by_journal = {
+        key for event in events if event.whole for record in event.records for key in known_under(record, event)
+    }
     told = {}
     if by_journal or c.execute(select(ahead.c.at_us).limit(1)).first() is not None:
-        among = {(r.session_id, event.executor_id) for event in events for r in event.records}
-        names = sorted({session for session, _ in among})
+        among = {key for event in events for record in event.records for key in known_under(record, event)}
+        names = sorted({session for session, _, _ in among})
         for at in range(0, len(names), 500):
             for row in c.execute(select(ahead).where(ahead.c.session_id.in_(names[at : at + 500]))):
-                told[row.session_id, row.executor_id] = row
+                key = row.session_id, row.executor_id, row.process
+                if key in among:
+                    told[key] = row
     watched = {}
-    for session, executor in sorted(by_journal | told.keys()):
+    for key in sorted(by_journal | told.keys()):
+        run = watched[key] = _booked(c, key) if key in by_journal else RunState()
+        if key in told:
+            run.ahead_gpu_ns, run.ahead_core_ns = int(told[key].gpu_ns), int(told[key].core_ns)
+    return watched
+
+
+def _booked(c: Connection, key: ProcessKey) -> RunState:
+    """What is booked of a run in one process, or in all processes of an executor."""
+    session, executor, process = key
+    run = RunState()
+    of_executor = (entries.c.session_id == session) & (entries.c.executor_id == executor) & (entries.c.kind == USAGE)
+    if process:
+        named = (sources.c.name == process) | sources.c.name.startswith(f"journal/{process}.", autoescape=True)
+        of_process = of_executor & entries.c.source_id.in_(select(sources.c.id).where(named))
+        booked = c.execute(select(func.sum(entries.c.gpu_ns), func.sum(entries.c.core_ns)).where(of_process)).first()
+        run.last = _last_usage(c, of_process) or _last_usage(c, of_executor)
+    else:
         of_run = (runs.c.session_id == session) & (runs.c.executor_id == executor)
         booked = c.execute(select(runs.c.gpu_ns, runs.c.core_ns).where(of_run)).first()
-        last = c.execute(
-            select(
-                entries.c.model,
-                entries.c.device_kind,
-                entries.c.priority,
-                entries.c.pace_ppm,
-                entries.c.part,
-                entries.c.epoch,
-            )
-            .where((entries.c.session_id == session) & (entries.c.executor_id == executor) & (entries.c.kind == USAGE))
-            .order_by(entries.c.id.desc())
-            .limit(1)
-        ).first()
-        before = told.get((session, executor))
-        run = watched[session, executor] = RunState()
-        if booked is not None:
-            run.gpu_ns, run.core_ns = int(booked.gpu_ns), int(booked.core_ns)
-        if before is not None:
-            run.ahead_gpu_ns, run.ahead_core_ns = int(before.gpu_ns), int(before.core_ns)
-        if last is not None:
-            run.last = LastUsage(*last)
-    return watched
+        run.last = _last_usage(c, of_executor)
+    if booked is not None:
+        run.gpu_ns, run.core_ns = (int(each or 0) for each in booked)
+    return run
+
+
+def _last_usage(c: Connection, among: ColumnElement[bool]) -> LastUsage | None:
+    facts = [entries.c[name] for name in LastUsage._fields]
+    last = c.execute(select(*facts).where(among).order_by(entries.c.id.desc()).limit(1)).first()
+    return None if last is None else LastUsage(*last)
 
 
 def _paid(c: Connection, events: Sequence[UsageRecorded]) -> dict[DeviceKey, dict[int, int]]:
@@ -498,16 +508,24 @@ def _write_paid(c: Connection, lost: Mapping[DeviceKey, LostWork], now_us: int) 
         )
 
 
-def _write_ahead(c: Connection, watched: dict[RunKey, RunState], now_us: int) -> None:
+def _write_ahead(c: Connection, watched: dict[ProcessKey, RunState], now_us: int) -> None:
     """Store the usage that was booked from journals, for as long as its usage records may still arrive."""
     rows = [
-        {"session_id": s, "executor_id": e, "gpu_ns": run.ahead_gpu_ns, "core_ns": run.ahead_core_ns, "at_us": now_us}
-        for (s, e), run in sorted(watched.items())
+        {
+            "session_id": session,
+            "executor_id": executor,
+            "process": process,
+            "gpu_ns": run.ahead_gpu_ns,
+            "core_ns": run.ahead_core_ns,
+            "at_us": now_us,
+        }
+        for (session, executor, process), run in sorted(watched.items())
     ]
     if rows:
         statement = _INSERT[c.dialect.name](ahead)
         changes = {name: statement.excluded[name] for name in ("gpu_ns", "core_ns", "at_us")}
-        c.execute(statement.on_conflict_do_update(index_elements=["session_id", "executor_id"], set_=changes), rows)
+        keys = ["session_id", "executor_id", "process"]
+        c.execute(statement.on_conflict_do_update(index_elements=keys, set_=changes), rows)
         c.execute(delete(ahead).where(ahead.c.at_us < now_us - AHEAD_KEPT_US))
 
 
