@@ -360,7 +360,7 @@ def spread(values):
 
 def reference_pace():
     """The pace of cores that an installation would be given: what the piece of work takes in the best moment, in ns."""
-    from wooly_executor.core_speed import CoreSpeed
+    from wooly_executor.billing.core_speed import CoreSpeed
 
     pace, begun = CoreSpeed(), time.monotonic()
     pace.begin()

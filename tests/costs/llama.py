@@ -307,12 +307,12 @@ GROUPS = {
         *("wooly_dispatch", "wooly_executor.dispatch", "wooly_executor.launching", "dataclasses"),
     ),
     "bills: times, prices, usage": (
-        *("wooly_executor.pricing", "wooly_executor.usage", "wooly_executor.counters", "wooly_executor.estimates"),
-        *("wooly_executor.busy_time", "wooly_executor.runtime.core_use", "wooly_executor.collector"),
+        *("wooly_executor.billing", "wooly_executor.counters", "wooly_executor.estimates"),
+        *("wooly_executor.runtime.core_use", "wooly_executor.collector"),
     ),
     "memory: bindings, accounts": (
         *("wooly_executor.memory", "wooly_executor.vram", "wooly_executor.runs", "wooly_executor.session_programs"),
-        *("wooly_executor.programs", "wooly_executor.tiers", "wooly_executor.runtime.bindings: BindingCheck"),
+        *("wooly_executor.programs", "wooly_executor.plans.tiers", "wooly_executor.runtime.bindings: BindingCheck"),
     ),
     "flights: marks and times of a GPU": (
         *("wooly_executor.runtime.gpu:", "wooly_executor.runtime.flights", "wooly_executor.runtime.torch_gpu"),

@@ -22,8 +22,8 @@ from wooly_dispatch.core import step
 from wooly_dispatch.events import LaunchDoneEvent, Policy, ProgramSubmittedEvent, SessionOpenedEvent
 from wooly_dispatch.state import DispatchState
 from wooly_executor import intake, launching
+from wooly_executor.billing.core_speed import CoreSpeed
 from wooly_executor.collector import Collector
-from wooly_executor.core_speed import CoreSpeed
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.runtime import execution
 from wooly_executor.runtime.protocol import Runtime

@@ -213,7 +213,7 @@ REASONED = {
     "libs/bus/src/wooly_bus/http_listener.py": (2, "a failed listener ends the server; connections log their errors"),
     "deploy/operator/src/wooly_operator/app.py": (2, "imports no bus; waits for both tasks, and ends with the first"),
     "services/compiler/src/wooly_compiler/actor.py": (2, "the caller takes the result"),
-    "services/executor/src/wooly_executor/compilation.py": (2, "a TaskGroup: an error ends the supervised task around it"),
+    "services/executor/src/wooly_executor/plans/compilation.py": (2, "a TaskGroup: an error ends the supervised task around it"),
     "services/router/src/wooly_router/modules.py": (1, "the task that submitted the module takes the result"),
     "services/metering/src/wooly_metering/app.py": (1, "uvicorn; a supervised task waits for it"),
     "services/metering/src/wooly_metering/follower.py": (1, "the supervised task around it takes the result"),

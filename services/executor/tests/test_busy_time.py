@@ -2,7 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from wooly_executor.busy_time import SAMPLE_NS, WINDOW_NS, BusyTime
+from wooly_executor.billing.busy_time import SAMPLE_NS, WINDOW_NS, BusyTime
 
 S = 1_000_000_000
 

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 from wooly_bus.errors import BusError, RefusedError
 from wooly_bus.worker import WorkerError
-from wooly_executor import compilers
-from wooly_executor import tiers as tiers_module
-from wooly_executor.artifacts import ArtifactCache
-from wooly_executor.compilation import PlanSource
-from wooly_executor.compilers import CompilerServices, OwnCompiler, no_compiler
+from wooly_executor.plans import compilers
+from wooly_executor.plans import tiers as tiers_module
+from wooly_executor.plans.artifacts import ArtifactCache
+from wooly_executor.plans.compilation import PlanSource
+from wooly_executor.plans.compilers import CompilerServices, OwnCompiler, no_compiler
+from wooly_executor.plans.tiers import OFTEN, Tiers
 from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
-from wooly_executor.tiers import OFTEN, Tiers
 from wooly_wis.artifact import Key
 from wooly_wis.dtypes import DType
 from wooly_wis.messages import CompileProgramReply

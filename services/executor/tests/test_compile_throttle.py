@@ -3,7 +3,14 @@
 import asyncio
 
 import pytest
-from wooly_executor.compile_throttle import CHECK_S, COST_FACTOR, EXPECTED_S, IDLE_CHECKS, MAX_COST_S, CompileThrottle
+from wooly_executor.plans.compile_throttle import (
+    CHECK_S,
+    COST_FACTOR,
+    EXPECTED_S,
+    IDLE_CHECKS,
+    MAX_COST_S,
+    CompileThrottle,
+)
 
 ENOUGH_NS = int(COST_FACTOR * EXPECTED_S * 1e9)
 
@@ -176,7 +183,7 @@ async def test_throttle_cancelled_request_releases_its_permit(device):
 
 
 async def test_throttle_run_checks_the_device_while_a_request_waits(device, monkeypatch):
-    monkeypatch.setattr("wooly_executor.compile_throttle.CHECK_S", 0.0)
+    monkeypatch.setattr("wooly_executor.plans.compile_throttle.CHECK_S", 0.0)
     looking = asyncio.create_task(device.throttle.run())
     device.at = 1.0
     task, go_on = await device.compile("a")

@@ -2,7 +2,7 @@
 
 import pytest
 from pydantic import ValidationError
-from wooly_executor.core_speed import EVERY_NS, FULL, CoreSpeed
+from wooly_executor.billing.core_speed import EVERY_NS, FULL, CoreSpeed
 from wooly_executor.settings import ExecutorSettings
 
 

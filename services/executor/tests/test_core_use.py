@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wooly_executor.core_comparison import PERIOD_NS, CoreComparison
-from wooly_executor.cores import occupied
+from wooly_executor.billing.core_comparison import PERIOD_NS, CoreComparison
+from wooly_executor.billing.cores import occupied
 from wooly_executor.errors import OperationError
 from wooly_executor.runtime import core_use
 from wooly_executor.runtime.buffers import Buffer, Buffers

@@ -11,7 +11,7 @@ from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.blobs import BlobStore
 from wooly_bus.queue_reader import take
-from wooly_executor.jobs import Jobs
+from wooly_executor.jobs.runner import Jobs
 from wooly_executor.memory.book import Scope
 from wooly_testkit.nats import nats_server as start_nats_server
 from wooly_wis.codec import encode_program

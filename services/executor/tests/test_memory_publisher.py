@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 from wooly_bus.streams import StreamError
-from wooly_executor import memory_publisher
-from wooly_executor.memory_publisher import MemoryPublisher
-from wooly_executor.memory_samples import MemorySample
+from wooly_executor.billing import memory_publisher
+from wooly_executor.billing.memory_publisher import MemoryPublisher
+from wooly_executor.billing.memory_samples import MemorySample
 
 
 def sample(sequence, start, end, own, *, session="s", last=False, shared=0):

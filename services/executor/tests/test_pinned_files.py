@@ -6,11 +6,11 @@ import shutil
 import time
 
 import pytest
-from wooly_executor import pinned_files
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.memory.book import Scope
-from wooly_executor.pinned_files import PinnedFiles
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
+from wooly_executor.weights import pinned_files
+from wooly_executor.weights.pinned_files import PinnedFiles
 
 TENANT = Scope.TENANT
 MIB = 1 << 20

@@ -17,8 +17,8 @@ from wooly_bus.artifacts import ARTIFACTS, ArtifactStore
 from wooly_bus.channel import Endpoint
 from wooly_bus.errors import NoResponderError
 from wooly_bus.rpc import ControlClient
+from wooly_executor.plans.tiers import OFTEN
 from wooly_executor.runtime.opencl import OpenClRuntime
-from wooly_executor.tiers import OFTEN
 from wooly_testkit.forks import Forked
 from wooly_testkit.nats import nats_server as start_nats_server
 from wooly_testkit.tape import Tape

@@ -5,9 +5,17 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wooly_executor import pricing
-from wooly_executor.core_speed import FULL
-from wooly_executor.pricing import MAX_RATIO, MEAN_FROM_RUNS, MIN_RATIO, SETTLED_NS, SKIPPED_RUNS, MeanPrice, PriceBook
+from wooly_executor.billing import pricing
+from wooly_executor.billing.core_speed import FULL
+from wooly_executor.billing.pricing import (
+    MAX_RATIO,
+    MEAN_FROM_RUNS,
+    MIN_RATIO,
+    SETTLED_NS,
+    SKIPPED_RUNS,
+    MeanPrice,
+    PriceBook,
+)
 from wooly_testkit.effort import examples
 from wooly_wis.dtypes import DType
 

@@ -3,9 +3,9 @@
 import logging
 
 import pytest
+from wooly_executor.plans.tiers import OFTEN, SLOWER, TRIAL, State, Tiers
 from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
-from wooly_executor.tiers import OFTEN, SLOWER, TRIAL, State, Tiers
 from wooly_wis.dtypes import DType
 from wooly_wis.program import Form
 
@@ -48,7 +48,7 @@ def on_trial(make_device, wis):
 
 
 def test_plan_that_is_slower_than_the_library_is_given_up(on_trial, caplog):
-    caplog.set_level(logging.INFO, "wooly_executor.tiers")
+    caplog.set_level(logging.INFO, "wooly_executor.plans.tiers")
     client, request, run = on_trial(1, 5 * MS)
     for _ in range(2 * TRIAL):
         assert request.state is State.READY

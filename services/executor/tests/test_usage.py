@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from wooly_executor import usage
-from wooly_executor.core_speed import FULL
-from wooly_executor.cores import WorkerClock, apart, beyond
-from wooly_executor.usage import IDLE_NS, MIB_US, UsageBook, work_of
-from wooly_executor.usage_publisher import UsagePublisher
+from wooly_executor.billing import usage
+from wooly_executor.billing.core_speed import FULL
+from wooly_executor.billing.cores import WorkerClock, apart, beyond
+from wooly_executor.billing.usage import IDLE_NS, MIB_US, UsageBook, work_of
+from wooly_executor.billing.usage_publisher import UsagePublisher
 from wooly_testkit.tape import Tape
 from wooly_wis.dtypes import DType
 

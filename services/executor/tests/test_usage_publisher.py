@@ -11,8 +11,8 @@ import nats
 import pytest
 from wooly_bus import contracts
 from wooly_bus.stream_reader import read_stream
-from wooly_executor import usage_publisher
-from wooly_executor.usage_publisher import UsagePublisher
+from wooly_executor.billing import usage_publisher
+from wooly_executor.billing.usage_publisher import UsagePublisher
 from wooly_wis.credits import UsageRecorded
 from wooly_wis.dtypes import DType
 

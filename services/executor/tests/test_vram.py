@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 from wooly_bus.contents import chunk_digest, content_id, shared_name
-from wooly_executor import mover, pinned_weights
+from wooly_executor import mover
 from wooly_executor.errors import AdmissionError
 from wooly_executor.memory.book import Scope
 from wooly_executor.memory.swap import Place, Policy
 from wooly_executor.swap_space import Copy
 from wooly_executor.vram import SwapSettings
 from wooly_executor.vram.swapping import Swapping
+from wooly_executor.weights import pinned_weights
 from wooly_wis.dtypes import DType
 
 MIB = 1 << 20

@@ -27,18 +27,20 @@ from wooly_bus.private import keep_private
 from wooly_bus.supervision import BROKEN, fail, failure, run, run_for_ever, start_call, start_thread, supervised
 from wooly_bus.tracing import setup_tracing
 
+from wooly_executor.billing.memory_publisher import MemoryPublisher
+from wooly_executor.billing.usage_publisher import UsagePublisher
 from wooly_executor.bounds import Bounds
 from wooly_executor.bounds.limits import default_limits
 from wooly_executor.collector import Collector
-from wooly_executor.compilation import PlanSource
-from wooly_executor.compilers import CompilerServices, KernelSource
 from wooly_executor.control import ExecutorActor
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.errors import CheckpointError, ContextLostError, ExecutorError, MissingDriverError
 from wooly_executor.heap import give_back, keep_freed
 from wooly_executor.journal import JournalPublisher
-from wooly_executor.memory_publisher import MemoryPublisher
+from wooly_executor.plans.compilation import PlanSource
+from wooly_executor.plans.compilers import CompilerServices, KernelSource
+from wooly_executor.plans.tiers import Tiers
 from wooly_executor.runtime import cuda, extensions, hip, opencl
 from wooly_executor.runtime.cuda import CudaRuntime
 from wooly_executor.runtime.gpu import GpuRuntime
@@ -49,8 +51,6 @@ from wooly_executor.runtime.protocol import PlanRuntime, Runtime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.settings import PREFIX, ExecutorSettings, complaints
 from wooly_executor.standalone import announce, serve_standalone, token_of, urls
-from wooly_executor.tiers import Tiers
-from wooly_executor.usage_publisher import UsagePublisher
 
 log = logging.getLogger("wooly.executor")
 #: Maximum time, in seconds, to publish the last entries of the journal when the process stops normally.

@@ -20,7 +20,7 @@ from wooly_wis.messages.base import SessionId
 
 from wooly_executor.errors import UnknownSessionError
 from wooly_executor.frames import Failure
-from wooly_executor.tiers import Jit
+from wooly_executor.plans.tiers import Jit
 
 
 class HelloRefusedError(ProtocolError):

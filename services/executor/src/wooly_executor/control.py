@@ -46,7 +46,7 @@ from wooly_wis.messages import (
 
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.errors import AdmissionError, ExecutorError, LoopEndedError
-from wooly_executor.jobs import Jobs
+from wooly_executor.jobs.runner import Jobs
 from wooly_executor.journal import JournalPublisher
 from wooly_executor.memory.book import Scope
 from wooly_executor.runtime import extensions

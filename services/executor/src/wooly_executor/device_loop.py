@@ -26,13 +26,14 @@ from wooly_bus.channel import (
 from wooly_wis.frames import WRITE_HEAD, Kind
 
 from wooly_executor.answers import Answers
-from wooly_executor.busy_time import BusyTime
+from wooly_executor.billing.busy_time import BusyTime
+from wooly_executor.billing.core_speed import CoreSpeed
+from wooly_executor.billing.usage import UsageBook, UsageDelta
 from wooly_executor.checkpoints.cuts import Cuts
 from wooly_executor.checkpoints.files import Checkpoints
 from wooly_executor.collectives.service import Collectives
 from wooly_executor.collector import Collector
 from wooly_executor.connection_admission import ConnectionAdmission, refusal
-from wooly_executor.core_speed import CoreSpeed
 from wooly_executor.decoding import Decoders
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.errors import ContextLostError, LoopEndedError
@@ -41,7 +42,7 @@ from wooly_executor.host_account import HostLimits
 from wooly_executor.intake import Intake
 from wooly_executor.interpreter import Interpreter
 from wooly_executor.launching import Launcher
-from wooly_executor.pinned_files import PinnedFiles
+from wooly_executor.plans.tiers import Tiers
 from wooly_executor.post import Calls, Post
 from wooly_executor.processing import Processing
 from wooly_executor.programs import ProgramStore
@@ -49,10 +50,9 @@ from wooly_executor.runs import Runs
 from wooly_executor.runtime.protocol import Runtime
 from wooly_executor.session import Session
 from wooly_executor.sessions import STOPPING, Sessions
-from wooly_executor.tiers import Tiers
 from wooly_executor.upload_targets import UploadTargets
-from wooly_executor.usage import UsageBook, UsageDelta
 from wooly_executor.vram import SwapSettings, Vram
+from wooly_executor.weights.pinned_files import PinnedFiles
 
 log = logging.getLogger("wooly.executor")
 T = TypeVar("T")

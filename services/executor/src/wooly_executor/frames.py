@@ -10,9 +10,9 @@ from wooly_wis.frames import Kind, Run, wants_reply
 
 from wooly_executor import flow
 from wooly_executor.estimates import UNKNOWN, Cut
+from wooly_executor.plans.tiers import PlanRequest
 from wooly_executor.programs import ReadyProgram
 from wooly_executor.runtime.protocol import Execution
-from wooly_executor.tiers import PlanRequest
 
 #: Kinds of frames whose client always waits for an answer.
 _ASKS = frozenset(

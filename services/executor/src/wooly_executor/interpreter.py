@@ -15,9 +15,9 @@ from wooly_wis.errors import DecodeError
 from wooly_wis.frames import IPC_EXPORT, Kind, unpack_content, unpack_cut, unpack_ipc, unpack_restore, unpack_run
 
 from wooly_executor.answers import Answers
+from wooly_executor.billing.core_speed import FULL, CoreSpeed
 from wooly_executor.checkpoints.cuts import Cuts
 from wooly_executor.collectives.service import Collectives
-from wooly_executor.core_speed import FULL, CoreSpeed
 from wooly_executor.decoding import Decoders, Decoding
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.errors import ContextLostError, ExecutorError, forget_frames

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 from wooly_wis.frames import IPC_NAME_BYTES
 
-from wooly_executor.contents import Contents, flat
 from wooly_executor.errors import AdmissionError, BindingError, IpcError, PoisonedError
 from wooly_executor.holdings import IpcBuffer
 from wooly_executor.memory.ledger import Ledger
 from wooly_executor.runtime.buffers import Buffer
 from wooly_executor.session import Session
+from wooly_executor.weights.contents import Contents, flat
 
 #: Maximum number of buffers that one session shares in this way. It bounds the work at the end of a session.
 IPC_BUFFERS_AT_MOST = 1 << 14

@@ -12,10 +12,11 @@ from wooly_bus.channel import Connection
 from wooly_wis.frames import unpack_run
 
 from wooly_executor.answers import Answers
-from wooly_executor.busy_time import BusyTime
+from wooly_executor.billing.busy_time import BusyTime
+from wooly_executor.billing.core_speed import FASTEST, FULL, CoreSpeed
+from wooly_executor.billing.cores import WorkerClock
+from wooly_executor.billing.pricing import PriceBook
 from wooly_executor.collector import Collector
-from wooly_executor.core_speed import FASTEST, FULL, CoreSpeed
-from wooly_executor.cores import WorkerClock
 from wooly_executor.decoding import Decoders, Decoding
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.errors import ContextLostError
@@ -25,7 +26,6 @@ from wooly_executor.frames import Frame
 from wooly_executor.intake import Intake
 from wooly_executor.interpreter import Interpreter
 from wooly_executor.post import Calls
-from wooly_executor.pricing import PriceBook
 from wooly_executor.runs import Runs
 from wooly_executor.runtime.prepared import Combination
 from wooly_executor.runtime.protocol import Execution, Runtime

@@ -29,7 +29,7 @@ from wooly_wis.frames import (
 )
 
 from wooly_executor.answers import Answers, require_place
-from wooly_executor.busy_time import BusyTime
+from wooly_executor.billing.busy_time import BusyTime
 from wooly_executor.checkpoints.cuts import Cuts
 from wooly_executor.collectives.peers import MAX_REASON
 from wooly_executor.collectives.service import Collectives

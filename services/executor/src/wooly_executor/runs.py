@@ -13,12 +13,12 @@ from wooly_wis.frames import Run
 from wooly_executor.errors import BindingError, ExecutorError, OutOfMemoryError, PoisonedError
 from wooly_executor.frames import Running
 from wooly_executor.memory.ledger import WORKSPACE_KEPT
+from wooly_executor.plans.tiers import choose
 from wooly_executor.programs import ReadyProgram
 from wooly_executor.recording import MeasuredExecution
 from wooly_executor.runtime.buffers import Buffer, bytes_of
 from wooly_executor.runtime.protocol import Outcome, Runtime
 from wooly_executor.session import Session
-from wooly_executor.tiers import choose
 from wooly_executor.vram import Vram
 
 #: Maximum number of buffers of a session, poisoned buffers included.

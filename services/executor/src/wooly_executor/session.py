@@ -15,6 +15,7 @@ from torch import Tensor
 from wooly_bus.channel import Connection
 from wooly_bus.channel.token import Pass
 
+from wooly_executor.billing.usage import SessionUsage
 from wooly_executor.checkpoints.state import SessionCuts
 from wooly_executor.counters import Counters, Work
 from wooly_executor.decoding import Decoding
@@ -22,12 +23,11 @@ from wooly_executor.flow import Flow
 from wooly_executor.frames import Failure, Frame, Running
 from wooly_executor.holdings import Holdings
 from wooly_executor.host_account import BUFFER_BYTES, FRAME_BYTES, PIECE_BYTES, HostUse
+from wooly_executor.plans.tiers import Jit, Tiers
 from wooly_executor.recording import Recording
 from wooly_executor.runtime.buffers import Buffers
 from wooly_executor.session_programs import SessionPrograms
 from wooly_executor.spans import SessionSpans
-from wooly_executor.tiers import Jit, Tiers
-from wooly_executor.usage import SessionUsage
 
 #: Maximum number of contents that the router is told about when the session ends; the largest ones are chosen.
 SHARED_KEPT = 64

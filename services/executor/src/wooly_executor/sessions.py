@@ -17,6 +17,7 @@ from wooly_wis.frames import PROTOCOL, Kind
 from wooly_wis.messages import DirectSession
 
 from wooly_executor.answers import Answers
+from wooly_executor.billing.usage import UsageBook
 from wooly_executor.checkpoints.cuts import Cuts
 from wooly_executor.collectives.service import Collectives
 from wooly_executor.connection_admission import ConnectionAdmission, Hello, UnknownHelloError, refusal
@@ -25,6 +26,7 @@ from wooly_executor.errors import AdmissionError, HostMemoryError, UnknownSessio
 from wooly_executor.flow import ClientCame, Held, Signal, note
 from wooly_executor.host_account import Holder, HostLimits, session_to_end
 from wooly_executor.memory.book import Scope
+from wooly_executor.plans.tiers import Tiers
 from wooly_executor.post import Post
 from wooly_executor.programs import Author, ProgramStore
 from wooly_executor.runtime import extensions
@@ -32,8 +34,6 @@ from wooly_executor.runtime.protocol import Runtime
 from wooly_executor.session import Session
 from wooly_executor.session_programs import SessionPrograms
 from wooly_executor.spans import spans_of
-from wooly_executor.tiers import Tiers
-from wooly_executor.usage import UsageBook
 from wooly_executor.vram import Vram
 
 log = logging.getLogger("wooly.executor")

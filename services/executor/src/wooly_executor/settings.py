@@ -14,14 +14,14 @@ from wooly_bus import host
 from wooly_bus.channel import Endpoint, StrangerLimits
 from wooly_wis.messages import Id
 
+from wooly_executor.billing.core_speed import CoreSpeed
 from wooly_executor.checkpoints.encryption import Secret
 from wooly_executor.checkpoints.files import Checkpoints
-from wooly_executor.core_speed import CoreSpeed
 from wooly_executor.errors import CheckpointError
 from wooly_executor.host_account import HostLimits
 from wooly_executor.memory.swap import Policy
-from wooly_executor.pinned_files import PinnedFiles
 from wooly_executor.vram import SwapSettings
+from wooly_executor.weights.pinned_files import PinnedFiles
 
 PREFIX = "WOOLY_EXECUTOR_"
 #: Variable with the cluster's percentage. It is the default until an administrator configures another value.

@@ -3,7 +3,7 @@
     executor.session     from its hello to its end; parent of the others
     executor.define      definition of a program, up to the limit of single spans
     executor.first_run   first run of each program
-    executor.compile     waiting for a plan (`compilation`)
+    executor.compile     waiting for a plan (`plans.compilation`)
     executor.compile_throttle  child of executor.compile: waiting for the permit to compile
     executor.runs        sums of what ran in a period, no span per run; the period grows with the session's age
     executor.swap_out, executor.swap_in

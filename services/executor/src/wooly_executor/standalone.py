@@ -16,9 +16,9 @@ from typing import Any
 from wooly_bus.app import until_signalled
 from wooly_bus.supervision import Work, run_for_ever
 
-from wooly_executor.compilation import PlanSource
-from wooly_executor.compilers import OwnCompiler
 from wooly_executor.device_loop import DeviceLoop
+from wooly_executor.plans.compilation import PlanSource
+from wooly_executor.plans.compilers import OwnCompiler
 from wooly_executor.runtime.builds import WorkerBuilder
 from wooly_executor.runtime.protocol import PlanRuntime
 from wooly_executor.settings import ExecutorSettings

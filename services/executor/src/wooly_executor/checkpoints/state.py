@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from wooly_wis.messages import StoredCheckpoint
 
+from wooly_executor.billing.usage import Mark
 from wooly_executor.checkpoints.files import SessionFiles, Table
 from wooly_executor.checkpoints.jobs import StoreJob
 from wooly_executor.errors import ExecutorError
-from wooly_executor.usage import Mark
 
 
 @dataclass(eq=False)

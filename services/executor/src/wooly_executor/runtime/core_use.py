@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from wooly_executor.cores import occupied
+from wooly_executor.billing.cores import occupied
 from wooly_executor.errors import OperationError
 
 #: One in this many runs of a program is profiled, the second one first: the first run also loads code.

@@ -21,8 +21,8 @@ from wooly_wis.errors import RuleError, WisError
 from wooly_wis.foreign import OPAQUE, ForeignCode, KernelKey, Launch, Source, check_grid, decode_code, key_of, launch_of
 from wooly_wis.program import Form, ParamRef
 
-from wooly_executor.artifacts import ArtifactCache
 from wooly_executor.errors import ExecutorError, FullDiskError, OperationError
+from wooly_executor.plans.artifacts import ArtifactCache
 from wooly_executor.runtime.builds import Builder, Remote, Turns
 
 log = logging.getLogger("wooly.executor")

@@ -24,9 +24,9 @@ from wooly_wis.kernel.text import digest
 from wooly_wis.program import Form, Program
 from wooly_wis.verifier import ProgramFacts
 
-from wooly_executor.artifacts import ArtifactCache
-from wooly_executor.cores import occupied
+from wooly_executor.billing.cores import occupied
 from wooly_executor.errors import ContextLostError, OperationError, OutOfMemoryError, PoisonedError
+from wooly_executor.plans.artifacts import ArtifactCache
 from wooly_executor.runtime.buffers import Buffer, Buffers
 from wooly_executor.runtime.builds import WorkerBuilder
 from wooly_executor.runtime.calls import LibraryCall, function_of

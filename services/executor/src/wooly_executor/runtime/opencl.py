@@ -30,9 +30,9 @@ from wooly_wis.kernel.ir import Kernel
 from wooly_wis.kernel.text import digest
 from wooly_wis.program import Form
 
-from wooly_executor.artifacts import ArtifactCache
-from wooly_executor.cores import apart, beyond
+from wooly_executor.billing.cores import apart, beyond
 from wooly_executor.errors import FullDiskError, MissingDriverError, OperationError
+from wooly_executor.plans.artifacts import ArtifactCache
 from wooly_executor.runtime.builds import WorkerBuilder
 from wooly_executor.runtime.device import InexactHost
 from wooly_executor.runtime.foreign import KERNEL_BYTES, Foreign, Loaded, Value, violation_message

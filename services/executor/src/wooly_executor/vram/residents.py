@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 from wooly_dispatch.overcommit import Commitment, counted
 
-from wooly_executor.contents import Contents
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.flow import Residence
 from wooly_executor.memory.ledger import Ledger
 from wooly_executor.memory.swap import Place, Policy, may_take
-from wooly_executor.pinned_weights import PinnedWeights
 from wooly_executor.session import Session
+from wooly_executor.weights.contents import Contents
+from wooly_executor.weights.pinned_weights import PinnedWeights
 
 
 class Residents:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from wooly_executor.contents import flat
 from wooly_executor.flow import Residence, Signal
 from wooly_executor.memory.accounts import Account
 from wooly_executor.memory.swap import (
@@ -26,6 +25,7 @@ from wooly_executor.session import Session
 from wooly_executor.swap_space import SwapSpace
 from wooly_executor.vram.residents import Residents
 from wooly_executor.vram.swapping import Swapping
+from wooly_executor.weights.contents import flat
 
 log = logging.getLogger("wooly.executor")
 #: Keys of contents from here downwards stand for reservations of queued runs. Own buffers have keys between this and 0.

@@ -11,7 +11,7 @@ from wooly_dispatch.overcommit import Commitment, counted, promises
 from wooly_wis.frames import unpack_run
 from wooly_wis.messages import MemoryState
 
-from wooly_executor.contents import Contents
+from wooly_executor.billing.memory_samples import MemorySample, MemorySamples
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.flow import Residence
 from wooly_executor.frames import Frame
@@ -21,10 +21,7 @@ from wooly_executor.memory.accounts import Account
 from wooly_executor.memory.book import Scope
 from wooly_executor.memory.ledger import Ledger
 from wooly_executor.memory.swap import admit
-from wooly_executor.memory_samples import MemorySample, MemorySamples
 from wooly_executor.mover import PIECE, Mover
-from wooly_executor.pinned_files import PinnedFiles
-from wooly_executor.pinned_weights import PinnedWeights
 from wooly_executor.post import Post
 from wooly_executor.programs import ReadyProgram
 from wooly_executor.runtime.device import HOST, TorchDevice
@@ -36,6 +33,9 @@ from wooly_executor.vram.settings import SwapSettings
 from wooly_executor.vram.swapping import Swapping
 from wooly_executor.vram.victims import Victims
 from wooly_executor.vram.waiting import Waiting
+from wooly_executor.weights.contents import Contents
+from wooly_executor.weights.pinned_files import PinnedFiles
+from wooly_executor.weights.pinned_weights import PinnedWeights
 
 #: Maximum reserve, as a fraction of the device: one part in so many.
 RESERVE_SHARE = 8

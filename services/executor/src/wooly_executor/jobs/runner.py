@@ -1,7 +1,7 @@
 """Runs jobs: fetches a module, replays it over a local data channel, and reports its end.
 
 A job is an ordinary session: the device loop verifies, counts, orders and limits its frames, and its constants are shared within
-its tenant. Only its client is a thread of this process (`job_replay`), which fetches sources and stores results piece by piece. A
+its tenant. Only its client is a thread of this process (`replay`), which fetches sources and stores results piece by piece. A
 job's report is sent again until JetStream has stored it.
 """
 
@@ -36,8 +36,8 @@ from wooly_wis.module import Load, Module, ModuleFacts, check_module, decode_mod
 from wooly_executor.decoding import Decoding
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.errors import ExecutorError
-from wooly_executor.job_blobs import JobBlobs
-from wooly_executor.job_replay import JobFailedError, JobLostError, KnownContents, Moved, Prepared, replay
+from wooly_executor.jobs.blobs import JobBlobs
+from wooly_executor.jobs.replay import JobFailedError, JobLostError, KnownContents, Moved, Prepared, replay
 from wooly_executor.memory.book import Scope
 from wooly_executor.spans import hosted_under
 

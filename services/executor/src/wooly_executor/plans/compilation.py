@@ -18,14 +18,14 @@ from wooly_wis.artifact import Key, decode_artifact
 from wooly_wis.codec import digest, encode_program
 from wooly_wis.errors import WisError
 
-from wooly_executor.artifacts import ArtifactCache
-from wooly_executor.compile_throttle import CompileThrottle
-from wooly_executor.compilers import LARGEST, Compilers, no_compiler
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.errors import ExecutorError, FullDiskError, TooMuchWorkError
+from wooly_executor.plans.artifacts import ArtifactCache
+from wooly_executor.plans.compile_throttle import CompileThrottle
+from wooly_executor.plans.compilers import LARGEST, Compilers, no_compiler
+from wooly_executor.plans.tiers import PlanRequest
 from wooly_executor.runtime.prepared import PreparedProgram
 from wooly_executor.runtime.protocol import PlanRuntime
-from wooly_executor.tiers import PlanRequest
 
 log = logging.getLogger("wooly.executor")
 

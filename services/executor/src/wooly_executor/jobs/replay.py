@@ -14,7 +14,7 @@ from wooly_wis.frames import CONTENT, MAX_CHUNK, PROTOCOL, READ_HEAD, WRITE_HEAD
 from wooly_wis.messages import JobOutput
 from wooly_wis.module import Load, Module, Output
 
-from wooly_executor.job_blobs import PIECE_BYTES, JobBlobs
+from wooly_executor.jobs.blobs import PIECE_BYTES, JobBlobs
 from wooly_executor.session_programs import PROGRAMS_KEPT
 
 #: Number of programs that the client names by digest. It is below the session's limit, so that no named program was forgotten.

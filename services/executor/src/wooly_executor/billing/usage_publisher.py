@@ -19,9 +19,9 @@ from wooly_bus.streams import StreamError, ensure_stream, publish
 from wooly_wis.credits import UsageRecord, UsageRecorded
 from wooly_wis.program import Program
 
-from wooly_executor.core_comparison import CoreComparison
+from wooly_executor.billing.core_comparison import CoreComparison
+from wooly_executor.billing.usage import UsageDelta, work_of
 from wooly_executor.device_loop import DeviceLoop
-from wooly_executor.usage import UsageDelta, work_of
 
 log = logging.getLogger("wooly.executor")
 PERIOD_S = 0.5

@@ -12,15 +12,15 @@ from typing import Any
 
 from torch import Tensor
 
-from wooly_executor.contents import Contents
+from wooly_executor.billing.memory_samples import MemorySamples
 from wooly_executor.errors import BindingError, ExecutorError, LoopEndedError
 from wooly_executor.memory.accounts import Account
 from wooly_executor.memory.book import Scope
 from wooly_executor.memory.ledger import Ledger
-from wooly_executor.memory_samples import MemorySamples
-from wooly_executor.pinned_files import PinnedContent, PinnedFiles, PinnedList
 from wooly_executor.runtime.device import TorchDevice
 from wooly_executor.session import Session
+from wooly_executor.weights.contents import Contents
+from wooly_executor.weights.pinned_files import PinnedContent, PinnedFiles, PinnedList
 
 log = logging.getLogger("wooly.executor")
 

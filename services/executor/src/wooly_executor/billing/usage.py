@@ -17,7 +17,7 @@ from wooly_wis.optable import cost
 from wooly_wis.program import Program
 
 from wooly_executor.bell import Bell
-from wooly_executor.core_speed import FULL
+from wooly_executor.billing.core_speed import FULL
 
 #: Bytes times nanoseconds in a MiB-microsecond.
 MIB_US = (1 << 20) * 1000
@@ -49,7 +49,7 @@ class SessionUsage:
     Attributes:
         gpu_ns: device time since the last collection.
         core_ns: core time of launches and decoders since the last collection.
-        paced: the sum of core time times pace (`wooly_executor.core_speed`), in ns times millionths.
+        paced: the sum of core time times pace (`wooly_executor.billing.core_speed`), in ns times millionths.
         runs: programs that ended since the last collection, at most the last `RUNS_KEPT`.
         summed: older programs since the last collection: number of runs, bytes moved, arithmetic operations.
         executing_byte_ns: integral of the charged bytes over the session's own device time, for its whole life.

@@ -16,8 +16,8 @@ from wooly_bus import contracts
 from wooly_bus.streams import StreamError, ensure_stream, publish
 from wooly_wis.messages import MemoryBorne
 
+from wooly_executor.billing.memory_samples import MemorySample
 from wooly_executor.device_loop import DeviceLoop
-from wooly_executor.memory_samples import MemorySample
 
 log = logging.getLogger("wooly.executor")
 PERIOD_S = 1.0

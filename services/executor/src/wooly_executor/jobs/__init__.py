@@ -1,0 +1,1 @@
+"""Jobs: modules that this executor replays without a client."""

@@ -1,0 +1,1 @@
+"""Contents that several sessions share, and weights that stay without a session."""
