@@ -125,6 +125,10 @@ def _through(
     series: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     limits = asyncio.run(_sample(installation, series, load.began, minutes * 60, folder / "samples.json", console))
     load.end(60.0)
+    for run in load.runs:
+        if run.code != 0:
+            how = "did not end" if run.hung else f"ended with status {run.code}"
+            console.print(f"{run.script} with seed {run.seed} {how} after {run.ended_s - run.began_s:.0f} s:\n{run.error}")
     return series, limits, (len(load.runs), sum(run.code != 0 for run in load.runs), len(load.jobs))
 
 

@@ -27,6 +27,20 @@ def test_closed_client_raises_and_leaves_no_thread(nats_server):
         client.request(NOBODY, NodesRequest())
 
 
+def test_close_of_a_connection_that_the_server_has_reset_raises_nothing(nats_server, monkeypatch):
+    client = ControlClient(nats_server)
+    transport = client._nc._transport
+
+    async def drain():
+        raise ConnectionResetError("Connection lost")
+
+    monkeypatch.setattr(transport, "drain", drain)
+    client._nc._pending_data_size = 1  # something is left to send
+    before = threading.active_count()
+    client.close()
+    assert threading.active_count() == before - 1
+
+
 def test_close_ends_waiting_request_of_other_thread(nats_server):
     rpc, found = Rpc("wooly.v1.rpc.test.silent.body", NodesRequest, CloseSessionReply), []
 

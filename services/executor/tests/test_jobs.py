@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import threading
 import tracemalloc
@@ -117,6 +118,16 @@ async def test_job_result_is_computed_from_constant_and_input_of_several_loads(r
         report, results = await r.run(adding(wis, ONES, len(ONES), loads=3), x=TWOS)
         assert report.state == "completed" and results == {"y0": THREES}
         assert f"{4 * len(ONES)} bytes fetched, 0 bytes shared" in report.reason
+
+
+async def test_session_of_a_completed_job_ends_in_the_usual_way(rig, wis, caplog):
+    """An operator sees no warning for it."""
+    async with rig() as r:
+        await r.store.put(ONES)
+        for _ in range(3):
+            report, _ = await r.run(adding(wis, ONES, len(ONES)), x=TWOS)
+            assert report.state == "completed"
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 async def test_constants_of_jobs_are_shared_with_sessions_of_the_tenant(rig, wis, device):

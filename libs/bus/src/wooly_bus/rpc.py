@@ -38,6 +38,8 @@ log = logging.getLogger("wooly.bus")
 OLD_CONNECTION_S = 5.0
 #: Timeout in seconds for closing a connection after a failed handshake: nats-py waits for an answer that never comes.
 CLOSE_S = 0.2
+#: Maximum seconds to send what is left when a connection in use is closed.
+FLUSH_S = 2.0
 #: Interval in seconds between two checks whether credentials must be renewed. One timer for the whole validity is not enough,
 #: because a machine that sleeps stops timers but not the clock.
 LOOK_S = 15.0
@@ -206,7 +208,7 @@ class ControlClient:
         try:
             await asyncio.sleep(OLD_CONNECTION_S)  # for replies to earlier requests
         finally:
-            await connection.close()
+            await _close_soon(connection, FLUSH_S)
 
     async def _connect(self, held: Credentials | None) -> Client:
         client, timeout = NatsClient(), self._timeout
@@ -374,10 +376,8 @@ class ControlClient:
             return
         self._closing = True
         try:
-            with contextlib.suppress(
-                concurrent.futures.CancelledError
-            ):  # nats-py cancels its reconnect task, which may be the current one
-                self._await(self._nc.close(), 2)
+            with contextlib.suppress(BusError):  # nats-py cancels its reconnect task, which may be the current one
+                self._await(_close_soon(self._nc, FLUSH_S), FLUSH_S + 1)
         finally:
             self._stop()
 
@@ -410,10 +410,10 @@ def _into(heard: queue.SimpleQueue[bytes]) -> Callable[[Msg], Awaitable[None]]:
     return hear
 
 
-async def _close_soon(connection: Client) -> None:
-    """Close a connection whose handshake failed. An error or a missing answer does not hide the reason of the failure."""
+async def _close_soon(connection: Client, seconds: float = CLOSE_S) -> None:
+    """Close a connection that is not used any more. It is of no interest whether the server is still there."""
     with contextlib.suppress(TimeoutError, AssertionError, OSError, nats.errors.Error):
-        async with asyncio.timeout(CLOSE_S):
+        async with asyncio.timeout(seconds):
             await connection.close()
 
 

@@ -182,9 +182,11 @@ class Cuts:
         cuts.storing = None
         cuts.store_ns = time.perf_counter_ns() - begun
         failed = error is not None or job.cancelled
-        self._over(cuts, job.buffers, changed if failed else set(), str(error) if failed else "")
+        why = str(error or "the session has ended") if failed else ""
+        self._over(cuts, job.buffers, changed if failed else set(), why)
         if failed:
-            log.warning("checkpoint %d of session %s is not stored: %s", job.number, session.id, error)
+            level = logging.INFO if error is None else logging.WARNING
+            log.log(level, "checkpoint %d of session %s is not stored: %s", job.number, session.id, why)
         else:
             cuts.table, cuts.kept = job.table, job.number
             if cuts.used is not None:

@@ -17,6 +17,8 @@ from wooly_wis.module import Load, Module, Output
 from wooly_executor.jobs.blobs import PIECE_BYTES, JobBlobs
 from wooly_executor.session_programs import PROGRAMS_KEPT
 
+#: Maximum seconds to wait for the end of the session after its last answer. The device may be busy with other sessions.
+END_S = 5.0
 #: Number of programs that the client names by digest. It is below the session's limit, so that no named program was forgotten.
 PROGRAMS_NAMED = PROGRAMS_KEPT - 64
 #: Number of blobs whose content ids an executor remembers.
@@ -135,6 +137,7 @@ def replay(
             for output in module.outputs:
                 moved.outputs.append(_keep(client, output, blobs))
         client.send(Kind.CLOSE)
+        client.await_end(END_S)
         return moved
     except ChannelError as e:
         raise JobLostError(f"its session was closed: {e}") from e
