@@ -128,7 +128,9 @@ def _through(
     for run in load.runs:
         if run.code != 0:
             how = "did not end" if run.hung else f"ended with status {run.code}"
-            console.print(f"{run.script} with seed {run.seed} {how} after {run.ended_s - run.began_s:.0f} s:\n{run.error}")
+            console.print(
+                f"{run.script} with seed {run.seed} {how} after {run.ended_s - run.began_s:.0f} s:\n{run.error}"
+            )
     return series, limits, (len(load.runs), sum(run.code != 0 for run in load.runs), len(load.jobs))
 
 

@@ -1,4 +1,4 @@
-"""A nats-py client that refuses a server without TLS. Only this module overrides a private method of nats-py."""
+"""A nats-py client that refuses a server without TLS. Only this module overrides or uses what is private in nats-py."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ class NatsClient(Client):
     The first line of a NATS server is plain text and tells whether the connection uses TLS. An attacker between client and
     server can change that line, and nats-py would then send its credentials without encryption.
     """
+
+    async def close(self) -> None:
+        """Close the connection. Its socket is closed also if the rest cannot be sent any more, when nats-py keeps it open."""
+        try:
+            await super().close()
+        finally:
+            if self._transport is not None:
+                self._transport.close()
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         await super()._process_info(info, initial_connection)
