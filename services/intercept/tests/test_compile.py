@@ -335,3 +335,52 @@ def test_compile_inference_mode_and_autocast_equal_eager(cuda):
     with torch.inference_mode():
         for _ in range(3):
             assert torch.equal(compiled(x), model(x))
+
+
+def test_compile_backend_cudagraphs_sends_programs_again(cuda):
+    local = mlp()
+    model = copy.deepcopy(local).to(cuda)
+    compiled = torch.compile(model, backend="cudagraphs")
+    x = torch.randn(3, 4)
+    with Counted() as did:
+        for _ in range(4):
+            for m, d in ((local, "cpu"), (compiled, cuda)):
+                m(x.to(d)).square().sum().backward()
+    assert did.replayed
+    for theirs, ours in zip(local.parameters(), model.parameters(), strict=True):
+        assert torch.equal(theirs.grad, ours.grad.cpu())
+
+
+def test_compile_backend_cudagraphs_host_function_has_gradients(cuda):
+    x = torch.ones(2, requires_grad=True)
+    torch.compile(lambda x: x * 3, backend="cudagraphs")(x).sum().backward()
+    assert x.grad.tolist() == [3, 3]
+
+
+# Dynamo looks at the gradient of every tensor.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compile_compiled_autograd_gradients_equal_eager(cuda):
+    local = mlp()
+    model = copy.deepcopy(local).to(cuda)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (local, model)]
+    x = torch.randn(5, 3, 4)
+
+    @torch.compile
+    def step(x):
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        for k in range(5):
+            for optimizer in optimizers:
+                if k != 3:  # the gradients of two steps are added
+                    optimizer.zero_grad()
+            losses = [local(x[k]).square().sum(), step(x[k].to(cuda))]
+            losses[0].backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            assert losses[0].item() == losses[1].item()
+    for theirs, ours in zip(local.parameters(), model.parameters(), strict=True):
+        assert torch.equal(theirs, ours.cpu())
+        assert torch.equal(theirs.grad, ours.grad.cpu())

@@ -16,12 +16,22 @@ from torch import Tensor
 from wooly.device import current
 from wooly.devices import NAME
 from wooly.graphs import GraphFunction
-from wooly.torch_private import fake_device, fake_device_patches, inductor, never_trace
+from wooly.torch_private import (
+    aot_eager,
+    fake_device,
+    fake_device_patches,
+    inductor,
+    never_trace,
+    tree_flatten,
+    tree_unflatten,
+)
 
 #: Name of the backend for `torch.compile`; the entry point in pyproject.toml has the same name.
 BACKEND = "wooly"
 #: Name of PyTorch's default backend.
 _DEFAULT = "inductor"
+#: Name of PyTorch's backend that replays each graph as a CUDA graph.
+_CUDA_GRAPHS = "cudagraphs"
 
 
 def compile_graph(
@@ -37,12 +47,39 @@ def compile_graph(
     """
     if not _on_device(graph):
         return _default_backend(graph, example_inputs, mode, options)
+    return _one_program(graph, example_inputs)
+
+
+def compile_cuda_graphs(
+    graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **ignored: Any
+) -> Callable[..., Any]:
+    """Compile a graph as `compile_graph` does, for the backend ``cudagraphs``: a program that is sent again is a replay.
+
+    PyTorch's own backend asks CUDA's allocator for the memory of each graph, which does not exist in this process. It runs graphs
+    on the host without CUDA graphs.
+
+    Args:
+        graph: graph that Dynamo traced.
+        example_inputs: fake inputs.
+        ignored: options, which PyTorch's backend does not use either.
+    """
+    if not _on_device(graph):
+        return aot_eager(graph, list(example_inputs))
+    return _one_program(graph, example_inputs)
+
+
+def _one_program(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     constants = [
         value
         for node in graph.graph.nodes
         if node.op == "get_attr" and isinstance(value := _attribute(graph, node.target), Tensor)
     ]
-    return GraphFunction(current(), graph.forward, constants)
+    if not any(isinstance(x, (list, tuple, dict)) for x in example_inputs):
+        return GraphFunction(current(), graph.forward, constants)
+    # Compiled autograd passes all tensors in one list.
+    _, spec = tree_flatten(tuple(example_inputs))
+    function = GraphFunction(current(), lambda *flat: graph.forward(*tree_unflatten(flat, spec)), constants)
+    return lambda *inputs: function(*tree_flatten(inputs)[0])
 
 
 def _on_device(graph: torch.fx.GraphModule) -> bool:
@@ -74,8 +111,11 @@ def patches() -> Iterator[tuple[Any, str, Any]]:
     @functools.wraps(real)
     def compile_(*args: Any, **kwargs: Any) -> Any:
         never_trace("wooly", "wooly_bus", "wooly_wis")
-        if kwargs.get("backend", _DEFAULT) == _DEFAULT:
+        backend = kwargs.get("backend", _DEFAULT)
+        if backend == _DEFAULT:
             kwargs["backend"] = BACKEND
+        elif backend == _CUDA_GRAPHS:
+            kwargs["backend"] = compile_cuda_graphs
         return real(*args, **kwargs)
 
     yield torch, "compile", compile_

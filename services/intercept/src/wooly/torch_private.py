@@ -864,6 +864,14 @@ def inductor(mode: str | None, options: dict[str, Any] | None) -> Callable[..., 
     return made
 
 
+def aot_eager(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+    """Compile a graph with PyTorch's backend ``aot_eager``: traced with its gradient, and run operator by operator."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    compiled: Callable[..., Any] = lookup_backend("aot_eager")(graph, example_inputs)
+    return compiled
+
+
 def tell_dynamo(replaced: Iterable[tuple[Any, Any]]) -> None:
     """Tell Dynamo, if it is imported, which functions were replaced. Dynamo identifies PyTorch's functions by identity.
 
