@@ -85,3 +85,44 @@ def test_as_strided_negative_stride_raises_error_of_cpu(cuda):
             torch.ones(4, device=device).as_strided((2,), (-1,), 3)
         messages.append(str(error.value))
     assert messages[0] == messages[1]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, w: F.conv2d(F.adaptive_avg_pool2d(x, 1), w),
+        lambda x, w: F.conv2d(x, w.expand(4, 8, 5, 5)),
+        lambda x, w: F.relu(F.conv2d(F.adaptive_avg_pool2d(x, 1), w)) * 2,
+        lambda x, w: F.gelu(F.adaptive_avg_pool2d(x, 1)) + F.adaptive_avg_pool2d(x, 1).contiguous(),
+        lambda x, w: F.layer_norm(F.adaptive_avg_pool2d(x, 1).permute(0, 2, 3, 1), (8,)).permute(0, 3, 1, 2),
+        lambda x, w: F.batch_norm(F.conv2d(F.adaptive_avg_pool2d(x, 1), w), None, None, training=True),
+        lambda x, w: F.group_norm(F.adaptive_avg_pool2d(x, 1), 2),
+        lambda x, w: F.interpolate(F.adaptive_avg_pool2d(x, 1), (1, 1), mode="bilinear"),
+        lambda x, w: F.mse_loss(F.adaptive_avg_pool2d(x, 1), F.adaptive_avg_pool2d(x * 2, 1), reduction="none"),
+    ],
+)
+def test_dimensions_of_size_one_have_strides_of_cpu(cuda, call):
+    found = []
+    for where in ("cpu", cuda):
+        torch.manual_seed(0)
+        x = torch.randn(2, 8, 5, 5).to(memory_format=torch.channels_last).to(where).requires_grad_()
+        result = call(x, torch.randn(4, 8, 1, 1).to(where))
+        (inner,) = torch.autograd.grad(result.square().sum(), x)
+        found.append((result.stride(), inner.stride(), result.tolist(), inner.tolist()))
+    assert found[0] == found[1]
+
+
+def test_remainder_of_integers_with_dimension_of_size_one_is_inferred(cuda):
+    x = torch.arange(1, 9).reshape(1, 8, 1, 1).to(memory_format=torch.channels_last)
+    assert torch.equal((x.to(cuda) % x.to(cuda).flip(1)).cpu(), x % x.flip(1))
+
+
+def test_layer_norm_gradient_is_contiguous_for_permuted_gradient(cuda):
+    found = []
+    for where in ("cpu", cuda):
+        torch.manual_seed(0)
+        x = torch.randn(2, 5, 5, 8).to(where).requires_grad_()
+        norm = F.layer_norm(x, (8,), torch.ones(8, device=where))
+        (inner,) = torch.autograd.grad(norm, x, torch.randn(2, 8, 5, 5).to(where).permute(0, 2, 3, 1))
+        found.append((inner.stride(), inner.tolist()))
+    assert found[0] == found[1]

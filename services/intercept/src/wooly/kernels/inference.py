@@ -18,7 +18,7 @@ from torch import Tensor
 from wooly.kernels.outs import RESIZE_SILENTLY, RESIZED_ON_HOST, ResizeOutError, check_outs
 from wooly.kernels.overlap import overlaps
 from wooly.kernels.schema import Call, OpFacts, tensors_of
-from wooly.storage import dense_strides
+from wooly.storage import contiguous_strides, dense_strides
 from wooly.torch_private import fake_results, neg_view, raw_device, suggested_format, tree_leaves, tree_map
 
 #: Elementwise functions of two tensors whose meta kernels (written in Python) take the layout of the result from another operand
@@ -52,7 +52,22 @@ INFERRED_ON_HOST = frozenset(
     }
 )
 
-#: Maximum number of elements of a call that is inferred again on the host if its meta kernel fails.
+#: Further operators that are inferred on the host if strides of dimensions of size 1 are not those of a contiguous tensor (see
+#: `_has_loose_strides`).
+_STRICT = frozenset(
+    {
+        "aten.native_group_norm.default",
+        "aten.native_group_norm_backward.default",
+        "aten.native_batch_norm_backward.default",
+        "aten.upsample_bilinear2d.default",
+        "aten.upsample_nearest2d.default",
+        "aten.mse_loss.default",
+        "aten.mse_loss_backward.default",
+        "aten.glu_backward.default",
+    }
+)
+
+#: Maximum number of elements of a call that is inferred on the host because of its strides, or again if its meta kernel fails.
 _STAND_IN_LIMIT = 1 << 24
 
 #: Dtypes that meta kernels widen before they compute.
@@ -67,6 +82,9 @@ _MASKED = frozenset({"aten.native_batch_norm_backward.default", "aten.batch_norm
 
 #: Operators that return a result and its statistics.
 _NORMS = frozenset({"aten.native_layer_norm.default", "aten.native_group_norm.default"})
+
+#: Operators whose first result is contiguous on CPUs and GPUs. The meta kernels take the layout of an operand.
+_LAYER_NORMS = frozenset({"aten.native_layer_norm.default", "aten.native_layer_norm_backward.default"})
 
 
 class Inferences:
@@ -107,6 +125,9 @@ def infer(
     if facts.extension:
         return _infer_extension(facts, call, counts)
     on_host = on_host or facts.name in INFERRED_ON_HOST or _is_conv3d_channels_last(facts, call)
+    if not on_host and not facts.mutable and _has_loose_strides(facts, call):
+        with contextlib.suppress(Exception):  # such as a division of integers by zeros
+            return infer(facts, call, counts, on_host=True)
     where = "cpu" if on_host else "meta"
     if on_host:
         counts.on_host += 1
@@ -282,7 +303,7 @@ def _correct(
 ) -> None:
     """Correct layout and dtype of inferred results to those of the CPU kernel, in place."""
     if facts.name == "aten.convolution.default" and where == "meta" and fresh[0] is not None:
-        fresh[0] = fresh[0].contiguous(memory_format=_convolution_format(call))
+        fresh[0] = _in_format(fresh[0], _convolution_format(call))
     if facts.name == "aten.nonzero_static.default" and fresh[0] is not None:
         fresh[0] = fresh[0].contiguous()
     if where == "meta" and torch.Tag.pointwise in facts.op.tags:
@@ -305,6 +326,8 @@ def _correct(
         at = facts.positions["output_mask"]
         mask = call.args[at] if at < len(call.args) else call.kwargs["output_mask"]
         fresh[:] = [t if wanted else None for t, wanted in zip(fresh, mask, strict=True)]
+    if facts.name in _LAYER_NORMS and fresh[0] is not None:
+        fresh[0] = _in_format(fresh[0], torch.contiguous_format)
     if facts.name in _NORMS:
         fresh[1:] = [t if t is None else t.to(_statistics_dtype(call)) for t in fresh[1:]]
 
@@ -317,6 +340,11 @@ def _given(facts: OpFacts, call: Call, name: str, default: Any) -> Any:
 
 def _wide(a: Any) -> Any:
     return a.to(torch.float32).as_strided(a.shape, a.stride()) if isinstance(a, Tensor) and a.dtype in _WIDENED else a
+
+
+def _in_format(t: Tensor, layout: torch.memory_format) -> Tensor:
+    """A new tensor like `t` in a layout, also with the strides of that layout in dimensions of size 1."""
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device, memory_format=layout)
 
 
 def _convolution_format(call: Call) -> torch.memory_format:
@@ -336,6 +364,18 @@ def _is_conv3d_channels_last(facts: OpFacts, call: Call) -> bool:
     if not facts.name.startswith("aten.convolution"):
         return False
     return any(t.dim() == 5 and not t.is_contiguous() for t in tensors_of(call))
+
+
+def _has_loose_strides(facts: OpFacts, call: Call) -> bool:
+    """Whether the result's layout depends on strides of dimensions of size 1, which meta kernels treat in another way.
+
+    ATen's iterator gives a result the strides of a contiguous tensor if all operands are contiguous, which does not depend on
+    strides of dimensions of size 1. Meta kernels keep these strides, and a later convolution would take another kernel for them.
+    """
+    tags = facts.op.tags
+    if (torch.Tag.pointwise not in tags and facts.name not in _STRICT) or torch.Tag.nondeterministic_seeded in tags:
+        return False
+    return any(1 in t.shape and t.stride() != contiguous_strides(t.shape) for t in tensors_of(call)) and _small(call)
 
 
 def call_operator(facts: OpFacts, args: list[Any], kwargs: dict[str, Any], where: str) -> Any:
