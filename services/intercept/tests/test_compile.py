@@ -384,3 +384,21 @@ def test_compile_compiled_autograd_gradients_equal_eager(cuda):
     for theirs, ours in zip(local.parameters(), model.parameters(), strict=True):
         assert torch.equal(theirs, ours.cpu())
         assert torch.equal(theirs.grad, ours.grad.cpu())
+
+
+def test_ahead_of_time_compilation_for_device_names_alternatives(cuda, monkeypatch):
+    import torch._inductor
+
+    compiled = []
+    monkeypatch.setattr(
+        torch._inductor, "_aoti_compile_and_package_inner", lambda graph, *a, **k: compiled.append(graph) or "x.pt2"
+    )
+    model, x = mlp().eval(), torch.ones(3, 4)
+    exported = torch.export.export(copy.deepcopy(model).to(cuda), (x.to(cuda),))
+    with pytest.raises(NotImplementedError, match=r"aoti_compile_and_package is not supported .* torch.export.save"):
+        torch._inductor.aoti_compile_and_package(exported)
+    with pytest.raises(NotImplementedError, match="aot_compile is not supported"):
+        torch._inductor.aot_compile(exported.module(), (x.to(cuda),))
+    assert not compiled
+    assert torch._inductor.aoti_compile_and_package(torch.export.export(model, (x,))) == "x.pt2"
+    assert len(compiled) == 1

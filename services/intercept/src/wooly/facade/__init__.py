@@ -22,6 +22,7 @@ from wooly.distributed import patches as distributed
 from wooly.distributed import sharding
 from wooly.facade import (
     accelerator,
+    ahead_of_time,
     amp,
     bitsandbytes,
     comm,
@@ -150,6 +151,7 @@ class Facade:
         generation.activate()
         functional_rng.activate()
         sources.activate()
+        ahead_of_time.activate()
         bitsandbytes.activate()
         handover.activate()
         sharding.activate()
@@ -182,6 +184,7 @@ class Facade:
         functional_rng.deactivate()
         generation.deactivate()
         sources.deactivate()
+        ahead_of_time.deactivate()
         triton_capture.deactivate()
         overrides.forget_in_device_contexts(
             [owner.__dict__.get(name) for owner, name, _ in self._undo if owner is torch]
