@@ -25,6 +25,7 @@ PROGRAMS = {
     "graph_networks": "torch_geometric",
     "ignite_engine": "ignite",
     "image_processing": "kornia",
+    "interatomic_potential": "mace",
     "lightning_trainer": "lightning",
     "medical_segmentation": "monai",
     "metric_learning": "pytorch_metric_learning",
@@ -37,6 +38,7 @@ PROGRAMS = {
     "scikit_wrapper": "skorch",
     "sentence_embeddings": "sentence_transformers",
     "sparse_adjacency": "torch_geometric",
+    "vector_quantisation": "vector_quantize_pytorch",
 }
 #: Programs whose results may differ in the last bits: the largest difference, and the reason.
 DIFFERENT = {
