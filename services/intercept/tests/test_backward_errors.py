@@ -118,3 +118,13 @@ def test_errors_about_gradients_of_another_device_name_cuda(cuda):
     assert ours.grad.tolist() == [1, 1]
     del ours.grad
     assert ours.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_backward_changed_tensor_error_names_type_of_cuda(cuda, dtype):
+    x = torch.ones(3, device=cuda, dtype=dtype, requires_grad=True)
+    y = x.exp()
+    y.add_(1)
+    name = {torch.float32: "FloatTensor", torch.bfloat16: "BFloat16Tensor"}[dtype]
+    with pytest.raises(RuntimeError, match=rf"inplace operation: \[torch\.cuda\.{name} \[3\]\]"):
+        y.sum().backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,9 @@ from wooly.facade.names import CUDA
 from wooly.torch_private import accept_pinned_memory, in_calling_thread, run_backward_patches
 
 Patch = tuple[Any, str, Any]
+
+#: The name that the engine's errors have for the type of a device tensor, such as ``woolyFloatType``.
+_TYPE = re.compile(rf"\b{NAME}([A-Z]\w*)Type\b")
 
 
 def patches() -> Iterator[Patch]:
@@ -32,9 +36,10 @@ def _naming_cuda(run_backward: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return run_backward(*args, **kwargs)
         except RuntimeError as e:
-            if type(e) is not RuntimeError or f"{NAME}:" not in str(e):
+            told = _TYPE.sub(rf"torch.{CUDA}.\1Tensor", str(e)).replace(f"{NAME}:", f"{CUDA}:")
+            if type(e) is not RuntimeError or told == str(e):
                 raise
-            raise RuntimeError(str(e).replace(f"{NAME}:", f"{CUDA}:")).with_traceback(e.__traceback__) from e.__cause__
+            raise RuntimeError(told).with_traceback(e.__traceback__) from e.__cause__
 
     return run
 
