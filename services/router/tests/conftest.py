@@ -6,7 +6,7 @@ import dataclasses
 import shutil
 
 import pytest
-from sqlalchemy import make_url
+from sqlalchemy import exc, make_url
 from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import RefusedError
@@ -158,6 +158,11 @@ class Rig:
         return Duties(self.app, self.actor, self.jobs, AlwaysLeader())
 
     ask = staticmethod(lambda **wanted: ask(**wanted))
+
+    @staticmethod
+    def database_away():
+        """The error of a transaction while the database does not answer."""
+        return exc.OperationalError("SELECT", {}, OSError("the server closed the connection"))
 
     async def open(self, **wanted):
         return await self.actor.on_open_session(ask(**wanted))

@@ -1,8 +1,10 @@
 """Sessions that wait for devices: order, limits, leaving, several routers."""
 
+import asyncio
 from collections import namedtuple
 
 import pytest
+from sqlalchemy.exc import OperationalError
 from wooly_bus.errors import RefusedError
 from wooly_router.actor import ABANDONED_S, LEFT
 from wooly_router.state.tasks import PartRecord
@@ -212,4 +214,106 @@ async def test_turn_asked_without_a_pause_is_refused_and_keeps_its_place(rig):
         refused = await refusal(r.turn(waiting, pause_s=0, **ALL))
         assert (refused.code, refused.retryable) == ("router.asked_early", True)
         await r.close(first)
+        assert (await r.turn(waiting, **ALL)).parts
+
+
+@pytest.fixture
+def interrupted(monkeypatch):
+    """Lets the next start of a session fail, because the database does not answer.
+
+    `again` is False: the devices of the session cannot be freed either.
+    """
+
+    def interrupt(r, again=True):
+        tasks, started = r.tasks, []
+        move, take = tasks.move, tasks.take_devices
+
+        async def move_once(s, task_id, state, *args, **changes):
+            if state == "started" and not started:
+                started.append(task_id)
+                raise r.database_away()
+            return await move(s, task_id, state, *args, **changes)
+
+        async def take_devices(s, task_id, parts, **changes):
+            if not again and not parts:
+                raise r.database_away()
+            return await take(s, task_id, parts, **changes)
+
+        monkeypatch.setattr(tasks, "move", move_once)
+        monkeypatch.setattr(tasks, "take_devices", take_devices)
+
+    return interrupt
+
+
+@pytest.mark.on_both
+async def test_turn_that_the_database_interrupts_keeps_place_and_leaves_nothing_on_executor(rig, interrupted):
+    """It used to fail: a new session lost its place, and a session that had lost its executor ended."""
+    async with rig("a") as r:
+        first, waiting = [await r.queue(**ALL) for _ in range(2)]
+        await r.close(first)
+        interrupted(r)
+        with pytest.raises(OperationalError):
+            await r.turn(waiting, **ALL)
+        executor, task = r.executors[0], await r.tasks.get(waiting.session_id)
+        assert (task.state, task.parts, task.retry_at) == ("pending", (), None)
+        assert executor.sessions == {}
+        assert executor.closed[-1] == (waiting.session_id, "its start could not be stored: OperationalError")
+        opened = await r.turn(waiting, **ALL)
+        assert opened.session_id == waiting.session_id and opened.parts
+        assert await r.sessions() == [waiting.session_id]
+
+
+@pytest.mark.on_both
+async def test_turn_that_the_database_interrupts_for_long_is_given_again(rig, interrupted, monkeypatch):
+    async with rig("a") as r:
+        first, waiting = [await r.queue(**ALL) for _ in range(2)]
+        await r.close(first)
+        interrupted(r, again=False)
+        with pytest.raises(OperationalError):
+            await r.turn(waiting, **ALL)
+        assert (await refusal(r.turn(waiting, **ALL))).code == "router.opening"
+        r.clock.now += ABANDONED_S
+        await r.beat()
+        assert await r.actor.lapse() == 0
+        monkeypatch.undo()
+        assert (await r.turn(waiting, **ALL)).parts
+
+
+async def test_new_session_that_the_database_interrupts_fails(rig, interrupted):
+    """Its client does not know its place, so nobody would ask for its turn."""
+    async with rig("a") as r:
+        interrupted(r)
+        with pytest.raises(OperationalError):
+            await r.queue(**ALL)
+        assert r.executors[0].sessions == {}
+        assert [t.state for t in await r.tasks.in_states("failed", kind="session")] == ["failed"]
+        assert (await r.queue(**ALL)).parts
+
+
+@pytest.mark.on_both
+async def test_sessions_outlive_a_database_that_is_away_for_longer_than_their_leases(rig, monkeypatch):
+    """No client can renew its lease or ask for its turn meanwhile. All waiting sessions used to leave the queue."""
+    async with rig("a") as r:
+        running, waiting = [await r.queue(**ALL) for _ in range(2)]
+        lapsed, rounds = r.tasks.lapsed, []
+
+        async def away(now):
+            rounds.append(now)
+            if len(rounds) < 3:
+                r.clock.now += 100
+                await r.beat()
+                raise r.database_away()
+            return await lapsed(now)
+
+        monkeypatch.setattr(r.tasks, "lapsed", away)
+        duties = asyncio.create_task(r.duties().run(0.01))
+        while len(rounds) < 5:
+            await asyncio.sleep(0.01)
+        duties.cancel()
+        assert await r.sessions() == [running.session_id]
+        assert (await r.turn(waiting, **ALL)).wait.place == 1
+        r.clock.now += r.actor.settings.lease_s + 0.1  # leases end as before afterwards
+        await r.beat()
+        await r.turn(waiting, **ALL)
+        assert await r.actor.lapse() == 1
         assert (await r.turn(waiting, **ALL)).parts

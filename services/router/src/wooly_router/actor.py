@@ -169,7 +169,7 @@ class RouterActor:
         )
 
     async def resume(self) -> None:
-        """Extend all leases at the start: while no router ran, no client could renew its lease."""
+        """Extend all leases, because no client could renew its lease while no router ran, or while the database was away."""
         await self.world.tasks.prolong_all(self.clock() + self.settings.lease_s)
 
     # -- opening -----------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from wooly_wis.messages import GpusRequest
 from wooly_router.actor import RouterActor
 from wooly_router.blobs import AbandonedUploads
 from wooly_router.jobs import JobActor
+from wooly_router.state.database import UNREACHABLE
 from wooly_router.state.nodes import GpuRecord, Sample
 
 log = logging.getLogger("wooly.router")
@@ -32,20 +33,30 @@ class Duties:
     def __init__(self, app: ServiceApp, actor: RouterActor, jobs: JobActor, leadership: Leadership) -> None:
         self._app, self._actor, self._jobs, self._leadership = app, actor, jobs, leadership
         self._uploads = AbandonedUploads(app, actor.settings.upload_idle_s)
+        #: Whether the database did not answer in the last round.
+        self._database_away = False
         self._kept: dict[str, GpuRecord] = {}
         self._due: dict[str, float] = {}
 
     async def run(self, every_s: float = EVERY_S) -> None:
-        """Run rounds until cancelled. A database that is unreachable for a while does not end the loop."""
+        """Run rounds until cancelled. A database that is unreachable for a while does not end the loop.
+
+        Such a time does not end sessions either: no client could renew its lease meanwhile, so all leases are extended after it.
+        """
         while True:
             await self._jobs.wait(every_s)
             try:
+                if self._database_away:
+                    await self._actor.resume()
+                    self._database_away = False
+                    log.info("the database answers again; the leases of all sessions are extended")
                 await self.listen_to_scheduler()
                 if self._is_due("settings", 2 * EVERY_S):
                     self._actor.hibernate_after_s = (await self._actor.world.settings())[0].hibernate_after_s
                 if self._leadership.held:
                     await self.round()
-            except Exception:
+            except Exception as e:
+                self._database_away |= isinstance(e, UNREACHABLE)
                 log.exception("a round of the leader's duties failed; trying again")
 
     async def round(self) -> None:

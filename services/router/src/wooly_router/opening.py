@@ -42,6 +42,7 @@ from wooly_router.executors import Executors
 from wooly_router.gangs import Gangs, reserved_for
 from wooly_router.limits import Limits
 from wooly_router.settings import RouterSettings
+from wooly_router.state.database import UNREACHABLE
 from wooly_router.state.tasks import Lease, PartRecord, TaskRecord
 from wooly_router.state.world import World
 from wooly_router.traces import trace_of
@@ -206,6 +207,9 @@ class Opening:
                     taken = e if isinstance(e, TakenError) else TakenError(e.code, str(e))
                     return await self._queue.wait(task, token, str(e), taken.would_fit, taken.record)
         except BaseException as e:
+            if request.place is not None and isinstance(e, UNREACHABLE):  # its client asks again, or its lease ends
+                await self._queue.put_back(task.id)
+                raise
             async with self._world.database.writing() as s:
                 await self._world.tasks.move(
                     s, task.id, "failed", str(e) or type(e).__name__, self._clock(), only_from=["pending"]
@@ -481,12 +485,16 @@ class Opening:
             RefusedError: the session was cancelled meanwhile.
         """
         now, session_id = self._clock(), task.id
-        async with self._world.database.writing() as s:
-            opened = await self._world.tasks.move(
-                s, session_id, "started", f"on {', '.join(names)}", now, attempt=task.attempt
-            )
-            if opened:
-                await self._world.tasks.set_lease(s, Lease(session_id, token, now + self._settings.lease_s))
+        try:
+            async with self._world.database.writing() as s:
+                opened = await self._world.tasks.move(
+                    s, session_id, "started", f"on {', '.join(names)}", now, attempt=task.attempt
+                )
+                if opened:
+                    await self._world.tasks.set_lease(s, Lease(session_id, token, now + self._settings.lease_s))
+        except Exception as e:
+            await self._executors.close(names, session_id, f"its start could not be stored: {type(e).__name__}")
+            raise
         if not opened:
             await self._executors.close(names, session_id, "the session was cancelled")
             raise RefusedError("router.cancelled", f"session {session_id} was cancelled while it was being opened")

@@ -6,6 +6,7 @@ question renews the lease. A session whose client stops asking leaves the queue 
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Callable, Mapping
 
@@ -14,6 +15,7 @@ from wooly_bus.errors import RefusedError
 from wooly_wis.messages import OpenSessionReply, OpenSessionRequest, QueuePlace, SessionWait
 
 from wooly_router.core.queue import in_order
+from wooly_router.state.database import UNREACHABLE
 from wooly_router.state.tasks import Lease, TaskRecord
 from wooly_router.state.world import World
 
@@ -26,7 +28,7 @@ ASK_S, MAX_ASK_S = 0.5, 30.0
 SOONEST_S = ASK_S / 2
 #: What is stored of the placement of a session that waits.
 WAITING: dict[str, object] = {"why": "waiting", "waits": {}, "fitting": 0}
-#: Seconds by which a place's lease is longer than three questions: one answer may take long.
+#: Seconds by which a place's lease is longer than three questions, or than the opening by a router: one answer may take long.
 LEASE_MARGIN_S = 6.0
 
 
@@ -48,8 +50,19 @@ class SessionQueue:
         await self._world.tasks.set_lease(s, Lease(task.id, token, self._clock() + _lease_s(1)))
 
     async def keep(self, s: AsyncSession, session_id: str, until: float) -> None:
-        """Keep a session's place until a time, without a question of its client."""
-        await self._world.tasks.keep_lease(s, session_id, until)
+        """Keep a session's place until a time, and for the question of its client after that time."""
+        await self._world.tasks.keep_lease(s, session_id, until + LEASE_MARGIN_S)
+
+    async def put_back(self, session_id: str) -> None:
+        """Free the devices of a session whose opening the database interrupted, if the database answers again.
+
+        Otherwise the session keeps them until another router may open it.
+        """
+        with contextlib.suppress(*UNREACHABLE):
+            async with self._world.database.deciding() as s:
+                known = await self._world.tasks.get(session_id, s)
+                if known is not None and known.state == "pending":
+                    await self._world.tasks.take_devices(s, session_id, (), retry_at=None)
 
     async def enter(self, place: QueuePlace, tenant: str, known: TaskRecord | None = None) -> TaskRecord:
         """Return the session whose client asks for its turn. `leave` must follow.
