@@ -2,8 +2,16 @@
 
 import pytest
 from wooly.control import ControlError
-from wooly.turn import QUIET_S, REPEAT_S, QueueTimeoutError, Turn
-from wooly_wis.messages import ClientFacts, DeviceFacts, OpenSessionReply, OpenSessionRequest, SessionPart, SessionWait
+from wooly.turn import DATABASE_AWAY, QUIET_S, REPEAT_S, RETRY_S, QueueTimeoutError, Turn
+from wooly_wis.messages import (
+    ClientFacts,
+    DeviceFacts,
+    OpenSessionReply,
+    OpenSessionRequest,
+    QueuePlace,
+    SessionPart,
+    SessionWait,
+)
 
 DEVICE = DeviceFacts(name="device", vendor="cpu", runtime="cpu", total_memory=1000, cores=1)
 REQUEST = OpenSessionRequest(client=ClientFacts(host="h", pid=1))
@@ -17,20 +25,31 @@ def waits(place=1, reason="a is full", would_fit="", session="s", pause=1.0):
     return OpenSessionReply(session_id=session, token="t", lease_s=9.0, wait=wait)
 
 
-def failure(code, retryable=False):
-    error = ControlError("no")
+def failure(code, retryable=False, text="no"):
+    error = ControlError(text)
     error.code, error.retryable = code, retryable
     return error
+
+
+AWAY = failure(DATABASE_AWAY, retryable=True, text="the database does not answer")
+WAITS_FOR_DATABASE = "the session waits for the controller's database: the database does not answer"
 
 
 class Script:
     """Answers questions in order; the last answer repeats."""
 
-    def __init__(self, *answers, queue_s=100.0):
+    def __init__(self, *answers, queue_s=100.0, place=None):
         self.answers, self.now = list(answers), 0.0
         self.asked, self.left, self.said = [], [], []
         self.turn = Turn(
-            REQUEST, queue_s, self.ask, self.leave, say=self.said.append, clock=lambda: self.now, sleep=self.sleep
+            REQUEST,
+            queue_s,
+            self.ask,
+            self.leave,
+            say=self.said.append,
+            clock=lambda: self.now,
+            sleep=self.sleep,
+            place=place,
         )
 
     def ask(self, request):
@@ -125,3 +144,60 @@ def test_turn_of_new_session_without_answer_ends_with_error():
     with pytest.raises(ControlError):
         script.turn.open()
     assert len(script.asked) == 1 and not script.left
+
+
+@pytest.mark.parametrize("place", [None, QueuePlace(session_id="s", token="t")])
+def test_turn_waits_with_a_line_while_database_is_away(place):
+    script = Script(*[AWAY] * 5, OPENED, place=place)
+    assert script.turn.open() is OPENED and script.now == 5 * RETRY_S
+    assert script.said == [f"wooly: {WAITS_FOR_DATABASE}"]
+    assert script.asked == [(True, place and "s")] * 6
+
+
+def test_turn_of_new_session_says_nothing_while_database_is_away_briefly():
+    script = Script(AWAY, OPENED)
+    assert script.turn.open() is OPENED and not script.said
+
+
+def test_turn_of_new_session_repeats_its_line_while_database_is_away():
+    script = Script(AWAY, queue_s=QUIET_S + 2 * REPEAT_S + RETRY_S)
+    with pytest.raises(QueueTimeoutError):
+        script.turn.open()
+    assert script.said == [f"wooly: {WAITS_FOR_DATABASE}"] * 3
+
+
+def test_turn_of_new_session_ends_with_the_cause_if_database_is_away_for_too_long():
+    script = Script(AWAY, queue_s=10.0)
+    with pytest.raises(QueueTimeoutError) as caught:
+        script.turn.open()
+    assert str(caught.value) == f"the session was not opened within 10 s (WOOLYAI_QUEUE_S): {WAITS_FOR_DATABASE}"
+    assert script.now == 10.0 and caught.value.__cause__ is AWAY and caught.value.retryable and not script.left
+
+
+def test_turn_with_queue_of_zero_seconds_does_not_wait_for_database():
+    script = Script(AWAY, queue_s=0.0)
+    with pytest.raises(ControlError, match="the database does not answer"):
+        script.turn.open()
+    assert len(script.asked) == 1
+
+
+def test_turn_of_new_session_joins_queue_after_database_is_back():
+    script = Script(AWAY, AWAY, AWAY, waits(2), OPENED)
+    assert script.turn.open() is OPENED
+    assert script.said == [
+        f"wooly: {WAITS_FOR_DATABASE}",
+        "wooly: the session waits for a device, place 2 of 5 in the queue: a is full",
+    ]
+
+
+def test_turn_of_waiting_session_whose_database_goes_away_says_so():
+    script = Script(waits(2), waits(2), AWAY, AWAY, OPENED)
+    assert script.turn.open() is OPENED
+    assert script.said == [f"wooly: {WAITS_FOR_DATABASE}"]
+
+
+def test_turn_of_new_session_is_refused_at_once_for_other_passing_reasons():
+    script = Script(failure("router.no_executor", retryable=True))
+    with pytest.raises(ControlError):
+        script.turn.open()
+    assert len(script.asked) == 1

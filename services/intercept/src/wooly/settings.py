@@ -104,8 +104,8 @@ class Settings(BaseSettings):
         3600.0,
         ge=0,
         le=30 * 86400,
-        description="seconds to wait in the queue if no device has room, by class and then in order of arrival; 0: end with an "
-        "error at once",
+        description="seconds to wait in the queue if no device has room, by class and then in order of arrival, and for the "
+        "controller's database if it is away; 0: end with an error at once",
     )
     collectives: Literal["executor", "clients"] = Field(
         "executor",

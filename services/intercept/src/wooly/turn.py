@@ -1,5 +1,8 @@
 """Waits for a session's turn: a full cluster queues sessions, and the client asks until its session is opened.
 
+A session that does not wait in the queue yet is refused at once, except while the controller's database is away: then the client
+asks until the database is back.
+
 It knows no transport: `ask` sends a request to the controller.
 """
 
@@ -19,10 +22,12 @@ QUIET_S = 2.0
 REPEAT_S = 30.0
 #: Seconds to wait after a question that was not answered.
 RETRY_S = 1.0
+#: Code of the router's refusals while its database does not answer.
+DATABASE_AWAY = "router.database"
 
 
 class QueueTimeoutError(WoolyError):
-    """A session waited for devices for as long as WOOLYAI_QUEUE_S allows."""
+    """A session waited for devices, or for the controller's database, for as long as WOOLYAI_QUEUE_S allows."""
 
     code = "wooly.queue_timeout"
     retryable = True
@@ -37,7 +42,7 @@ class Turn:
 
     Args:
         request: the request that opens the session.
-        queue_s: seconds to wait for devices at most; 0: do not wait.
+        queue_s: maximum seconds to wait for devices, and for the controller's database; 0: do not wait.
         ask: sends a request to open a session. It raises WoolyError; its attribute `retryable` says whether a later question
             may be answered.
         leave: tells the controller that the session no longer waits. It raises WoolyError.
@@ -65,7 +70,9 @@ class Turn:
         self._since = clock()
         self._place = place
         self._wait: SessionWait | None = None
-        self._said = (0, float("-inf"))
+        #: Why the last question was not answered; None: it was.
+        self._failure: WoolyError | None = None
+        self._said = ("", float("-inf"))
 
     def open(self) -> OpenSessionReply:
         """Return the opened session.
@@ -83,9 +90,10 @@ class Turn:
                     return reply
                 left = self._since + self._queue_s - self._clock()
                 if left <= 0:
+                    what = "the session was not opened" if self._wait is None else "no device was free"
                     raise QueueTimeoutError(
-                        f"no device was free within {self._queue_s:g} s (WOOLYAI_QUEUE_S): {self._state()}"
-                    )
+                        f"{what} within {self._queue_s:g} s (WOOLYAI_QUEUE_S): {self._state()}"
+                    ) from self._failure
                 pause = RETRY_S if reply is None or reply.wait is None else reply.wait.ask_again_s
                 self._sleep(min(pause, left))
         except BaseException:
@@ -93,33 +101,46 @@ class Turn:
             raise
 
     def _next(self) -> OpenSessionReply | None:
-        """Ask once. Returns None if the session waits already and the controller cannot answer now."""
+        """Ask once. Returns None if the controller cannot answer now, and a later question may be answered."""
         try:
             reply = self._ask(self._request.model_copy(update={"place": self._place}))
         except WoolyError as e:
-            if self._place is None or not (e.retryable or e.code == "wooly.control"):
+            if not self._passes(e):
                 raise
             if e.code == "router.place_lost":  # this process was stopped for a while
                 if self._request.lost:  # another session would not have its checkpoints
                     raise
                 self._place = None
+            self._failure = e
+            if e.code == DATABASE_AWAY:
+                self._tell(e.code)
             return None
+        self._failure = None
         if reply.wait is not None:
             self._place = QueuePlace(session_id=reply.session_id, token=reply.token)
             self._wait = reply.wait
-            self._tell(reply.wait.place)
+            self._tell(str(reply.wait.place))
         return reply
 
-    def _tell(self, place: int) -> None:
+    def _passes(self, error: WoolyError) -> bool:
+        """Tell whether the session waits for a later answer after this error."""
+        if self._place is None:
+            return error.code == DATABASE_AWAY and self._queue_s > 0
+        return error.retryable or error.code == "wooly.control"
+
+    def _tell(self, what: str) -> None:
+        """Say why the session waits, if the session waits for something else than before, or for long."""
         now = self._clock()
-        if now - self._since >= QUIET_S and (place != self._said[0] or now - self._said[1] >= REPEAT_S):
-            self._said = place, now
+        if now - self._since >= QUIET_S and (what != self._said[0] or now - self._said[1] >= REPEAT_S):
+            self._said = what, now
             self._say(f"wooly: {self._state()}")
 
     def _state(self) -> str:
-        wait = self._wait
+        wait, failure = self._wait, self._failure
+        if failure is not None and failure.code == DATABASE_AWAY:
+            return f"the session waits for the controller's database: {failure}"
         if wait is None:
-            return "the controller did not answer"
+            return "the controller did not answer" if failure is None else f"the controller did not answer: {failure}"
         fits = f"; now would start: {wait.would_fit}" if wait.would_fit else ""
         return f"the session waits for a device, place {wait.place} of {wait.length} in the queue: {wait.reason}{fits}"
 
