@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from wooly_bus.contents import chunk_digest, content_id, shared_name
-from wooly_executor import mover
+from wooly_executor import mover, swap_space
 from wooly_executor.errors import AdmissionError
 from wooly_executor.memory.book import Scope
 from wooly_executor.memory.swap import Place, Policy
@@ -616,6 +616,100 @@ def test_full_disk_fails_the_allocation_only(make_device, tmp_path, wis, monkeyp
     b.make(2, 3)
     assert b.floats(2, 1) == [3] and a.read(1, len(data)) == data
     assert swapped(device) == (0, 0)
+    device.check()
+
+
+def test_disk_that_was_full_is_used_again_and_wakes_a_waiting_session(make_device, tmp_path, wis, monkeypatch):
+    """One full disk used to end all swapping for good: a session that was swapped out waited for its memory for ever."""
+    monkeypatch.setattr(swap_space, "FULL_NS", 500_000_000)
+    device = make_device(memory=10 * MIB, swap=swap(tmp_path, host=0, idle_ms=20, patience_ms=50))
+    a, b = device.open("a"), device.open("b")
+    data, write = content(1, 6 * MIB), os.pwrite
+    a.run(wis.body().alloc("x", len(data)), {"x": 1})
+    a.write(1, data)
+    a.sync()
+    b.run(wis.body().alloc("x", 6 * MIB), {"x": 1})
+    b.sync()
+    assert device.residence()["a"] == "away"
+    failed = threading.Event()
+
+    def full(*args):
+        failed.set()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    a.ask(1, len(data))
+    assert failed.wait(WAIT_S)
+    monkeypatch.setattr(os, "pwrite", write)
+    assert a.take(len(data)) == data
+    assert device.residence() == {"a": "here", "b": "away"}
+    device.check()
+
+
+@pytest.fixture
+def orphaned(make_device, tmp_path, wis):
+    """`orphaned()`: a content of 4 MiB loses its last session on the device; the other session is swapped out.
+
+    Returns the device, the session that is swapped out, and a session that may use the room.
+    """
+
+    def make():
+        device = make_device(memory=10 * MIB, swap=swap(tmp_path, patience_ms=50))
+        a, b = (device.open(n, tenant="t", scope=TENANT) for n in "ab")
+        c = device.open("c", swappable=False)
+        a.load(1, content(1, 4 * MIB))
+        a.sealed()
+        assert b.load(1, content(1, 4 * MIB))
+        a.run(wis.body().alloc("x", 3 * MIB), {"x": 2})
+        a.sync()
+        b.run(wis.body().alloc("x", 1024), {"x": 3})
+        b.sync()
+        c.run(wis.body().alloc("x", 5 * MIB), {"x": 1})
+        c.sync()
+        assert device.residence()["a"] == "away"
+        b.run(wis.body().free("x"), {"x": 1})
+        return device, a, c
+
+    return make
+
+
+def test_content_whose_copy_off_the_device_failed_is_copied_again(orphaned, monkeypatch, wis):
+    """It used to stay on the device, charged to no session, until its session came back."""
+    monkeypatch.setattr(contents, "ORPHANS_AGAIN_NS", 100_000_000)
+    save, failed = Copy.save, threading.Event()
+
+    def fails_once(self, *args):
+        if self.nbytes == 4 * MIB and not failed.is_set():
+            failed.set()
+            raise MemoryError("no host memory")
+        save(self, *args)
+
+    monkeypatch.setattr(Copy, "save", fails_once)
+    device, a, c = orphaned()
+    assert failed.wait(WAIT_S)
+    wait(device, lambda: vram_of(device, lambda v: v.ledger.facts().contents) == 0)
+    c.run(wis.body().free("x"), {"x": 1})
+    assert a.read(1, 4 * MIB) == content(1, 4 * MIB)
+    device.check()
+
+
+def test_run_waits_for_content_that_leaves_the_device(orphaned, monkeypatch, wis):
+    """It used to fail for lack of memory, although the memory became free a moment later."""
+    save, saving, go_on = Copy.save, threading.Event(), threading.Event()
+
+    def slow(self, *args):
+        if self.nbytes == 4 * MIB:
+            saving.set()
+            go_on.wait(WAIT_S)
+        save(self, *args)
+
+    monkeypatch.setattr(Copy, "save", slow)
+    device, _, c = orphaned()
+    assert saving.wait(WAIT_S)
+    c.run(wis.body().alloc("x", 4 * MIB), {"x": 2})
+    threading.Timer(0.2, go_on.set).start()
+    c.sync()
+    assert vram_of(device, lambda v: v.ledger.facts().contents) == 0
     device.check()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+import time
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,9 @@ from wooly_executor.runtime.device import HOST
 
 #: Minimum size, in bytes, of memory that is kept for reuse.
 WORTH = 1 << 20
+#: Time, in ns, for which nothing more goes to a place that had no room, although its budget has. Other programs fill disks, and
+#: empty them again.
+FULL_NS = 60_000_000_000
 
 
 class Pages:
@@ -197,12 +201,23 @@ class SwapSpace:
         folder: folder of the swap files.
         pages: host memory for reuse.
         in_place: see `Copy`.
+        clock: returns monotonic ns.
     """
 
     def __init__(
-        self, host: int, disk: int, folder: Path, pages: Pages | None = None, *, in_place: bool = True
+        self,
+        host: int,
+        disk: int,
+        folder: Path,
+        pages: Pages | None = None,
+        *,
+        in_place: bool = True,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.pages = pages or Pages(0)
+        self._clock = clock
+        #: By place that had no room: what was used then, and until when in ns no more is used.
+        self._full: dict[Place, tuple[int, int]] = {}
         self._in_place = in_place
         self._budget = {Place.HOST: host, Place.DISK: disk}
         self.used = {Place.HOST: 0, Place.DISK: 0}
@@ -210,7 +225,14 @@ class SwapSpace:
 
     def free(self, place: Place) -> int:
         """Free bytes of a budget."""
-        return max(0, self._budget[place] - self.used[place])
+        budget = self._budget[place]
+        if place in self._full:
+            used, until = self._full[place]
+            if self._clock() < until:
+                budget = min(budget, used)
+            else:
+                del self._full[place]
+        return max(0, budget - self.used[place])
 
     def open(self) -> SwapFile:
         """Create a swap file.
@@ -231,5 +253,11 @@ class SwapSpace:
         copy.forget()
 
     def full(self, place: Place) -> None:
-        """Reduce the budget to what is used now, because the place has no more room."""
-        self._budget[place] = self.used[place]
+        """Use no more of a place than is used now, for `FULL_NS`, because the place has no more room."""
+        self._full[place] = self.used[place], self._clock() + FULL_NS
+
+    @property
+    def again(self) -> int | None:
+        """When a place that had no room may be used again, monotonic ns; None: all may be used now."""
+        now = self._clock()
+        return min([until for _, until in self._full.values() if until > now], default=None)

@@ -28,7 +28,7 @@ class Residents:
 
     Attributes:
         sessions: by id.
-        leaving: bytes that become free when the sessions in LEAVING have left.
+        leaving: bytes that become free when the sessions in LEAVING have left. `coming_free` has those of contents, too.
         due: there may be new room, or a new victim, so `arrange` has work.
     """
 
@@ -46,6 +46,11 @@ class Residents:
         self.leaving = 0
         self.due = False
         self._dispatch = dispatch
+
+    @property
+    def coming_free(self) -> int:
+        """Bytes that become free without further evictions."""
+        return self.leaving + self.contents.leaving
 
     def priority(self, session: Session) -> int:
         """The class of a session."""
@@ -112,7 +117,7 @@ class Residents:
 
     def room_without_others(self, session: Session) -> int:
         """Bytes that would be free if all other sessions left that may have to leave for this one."""
-        room, priority = self.ledger.spare + self.leaving, self.priority(session)
+        room, priority = self.ledger.spare + self.coming_free, self.priority(session)
         for other in self.sessions.values():
             if (
                 other is not session

@@ -63,6 +63,11 @@ class Victims:
         self._ledger, self._contents = residents.ledger, residents.contents
         self._choices = 0
 
+    @property
+    def again(self) -> int | None:
+        """When victims may leave for a place that had no room, monotonic ns; None: all may be used now."""
+        return self._swap_space.again
+
     def make_room(self, need: int, requester: Session, now: int) -> bool:
         """Evict sessions so that `need` bytes become free for a session. Returns False if no eviction can achieve this now."""
         policy = self._here.policy
@@ -114,7 +119,7 @@ class Victims:
         for pin in self._here.pins.accounts.values():
             residents.append(Resident(pin.name, 4, None, tuple(self._shared(pin, contents)), False))
         free = self._swap_space.free
-        room = Room(ledger.spare + self._here.leaving, free(Place.HOST), free(Place.DISK))
+        room = Room(ledger.spare + self._here.coming_free, free(Place.HOST), free(Place.DISK))
         plan = choose(need, now, room, residents, contents, policy, priority=asking, preempting=preempting)
         return _Choice(plan, owners, may)
 

@@ -87,7 +87,9 @@ class Vram:
         kept = capacity // PAGES_SHARE if device.host else max(settings.host // PAGES_SHARE, 2 * PIECE)
         host = Pages(kept, device.host_memory)
         pages = host if device.host else Pages(0, device.copy_target)  # torch itself reuses a GPU's memory
-        self.swap_space = SwapSpace(settings.host, settings.disk, settings.folder, host, in_place=device.host)
+        self.swap_space = SwapSpace(
+            settings.host, settings.disk, settings.folder, host, in_place=device.host, clock=clock
+        )
         self.mover = Mover(device)
         self.contents = Contents(self.ledger, self.swap_space, self.mover, clock, tell, self.changed, post)
         self._samples = MemorySamples(self.ledger, clock)
@@ -352,10 +354,15 @@ class Vram:
         """Seconds until `arrange` should run again, because a session may have become eligible as a victim. None: no session
         waits.
         """
-        return self._waiting.timeout()
+        wait, again = self._waiting.timeout(), self.contents.again
+        if again is None:
+            return wait
+        left = max(0.0, (again - self.clock()) / 1e9)
+        return left if wait is None else min(wait, left)
 
     def arrange(self) -> None:
         """Serve the sessions that wait for memory, the highest class first."""
+        self.contents.copy_orphans()
         self._waiting.arrange()
 
     # -- figures -----------------------------------------------------------------------------------------------------

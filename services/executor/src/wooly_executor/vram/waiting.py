@@ -103,7 +103,8 @@ class Waiting:
         short_of_reserve = need >= self._policy.large and ledger.spare - need < self._policy.reserve and not want.tried
         if ledger.spare >= need and not short_of_reserve:
             return self._grant(want)
-        if self._residents.leaving and ledger.spare + self._residents.leaving >= need:
+        coming = self._residents.coming_free
+        if coming and ledger.spare + coming >= need:
             return True
         want.tried = True
         if self._victims.make_room(need, session, now):
@@ -126,13 +127,15 @@ class Waiting:
         return sum([frame.need for frame in session.flow.submitted_runs() if not frame.reserved])
 
     def _schedule_wake(self, session: Session, now: int) -> None:
-        """Set the time at which another session will have been idle for long enough."""
+        """Set the time at which another session will have been idle for long enough, or a full place may be used again."""
         times = [session.holdings.lacking + self._patience] if session.flow.residence is Residence.HERE else []
         for other in self._residents.sessions.values():
             if other is not session and other.holdings.swappable and other.flow.residence is Residence.HERE:
                 since = self._residents.idle_since(other)
                 if since is not None and since + self._policy.idle_ns > now:
                     times.append(since + self._policy.idle_ns)
+        if (again := self._victims.again) is not None:
+            times.append(again)
         if times:
             wake = max(min(times), now + 1_000_000)
             self._wake = wake if self._wake is None else min(self._wake, wake)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,6 +26,9 @@ from wooly_executor.runtime.buffers import bytes_of
 from wooly_executor.session import SHARED_KEPT, Session
 from wooly_executor.swap_space import Copy, SwapSpace
 
+log = logging.getLogger("wooly.executor")
+#: Time, in ns, after which content is copied off the device again whose copy failed: the host may have memory again.
+ORPHANS_AGAIN_NS = 1_000_000_000
 #: A cache, because heartbeats ask for the names of the same contents again and again.
 _name = functools.lru_cache(maxsize=4096)(shared_name)
 
@@ -44,6 +48,8 @@ class Contents:
     Attributes:
         here: the bytes on the device, by store.
         copies: the copies outside the device, by store.
+        leaving: bytes of content whose sessions are all swapped out, and which is being copied off the device.
+        again: when `copy_orphans` has something to do, monotonic ns; None: never.
     """
 
     def __init__(
@@ -58,6 +64,10 @@ class Contents:
     ) -> None:
         self.here: dict[int, Tensor] = {}
         self.copies: dict[int, Copy] = {}
+        self.leaving = 0
+        self.again: int | None = None
+        #: Stores that no resident session has, and whose copy off the device failed.
+        self._stuck: dict[int, Leaving] = {}
         self._ledger, self._swap_space, self._mover, self._clock = ledger, swap_space, mover, clock
         self._call, self._changed, self._post = call, changed, post
 
@@ -119,22 +129,39 @@ class Contents:
         copy = self._swap_space.take(Place.HOST, len(source), None)
 
         def left(job: Job, error: Exception | None) -> None:
-            self._call(lambda: self._orphan_left(each.store, copy, job, error))
+            self._call(lambda: self._orphan_left(each, copy, job, error))
 
+        self.leaving += copy.nbytes
         self._mover.submit(SaveJob(LEAST_URGENT, left, pieces=[Saving(("store", each.store), source, copy)]))
 
-    def _orphan_left(self, store: int, copy: Copy, job: Job, error: Exception | None) -> None:
+    def _orphan_left(self, each: Leaving, copy: Copy, job: Job, error: Exception | None) -> None:
         assert isinstance(job, SaveJob)
-        job.pieces = []
-        known = store in self.here
-        if error is not None or not known or store in self.copies:
+        job.pieces, store = [], each.store
+        self.leaving -= copy.nbytes
+        if error is not None or store not in self.here or store in self.copies:
             self._swap_space.drop(copy)
+            if error is not None and store in self.here:
+                log.warning(
+                    "content of %d bytes of sessions that are swapped out stays on the device: %s", copy.nbytes, error
+                )
+                self._stuck[store] = each
+                self.again = self._clock() + ORPHANS_AGAIN_NS
+            self._changed()  # a request may have waited for this room
             return
         self.copies[store] = copy
         if not self._ledger.book.borne(store):
             self._ledger.evict(store)
             del self.here[store]
-            self._changed()
+        self._changed()
+
+    def copy_orphans(self) -> None:
+        """Copy content off the device again whose copy failed a while ago, unless a session has it again."""
+        if self.again is None or self._clock() < self.again:
+            return
+        stuck, self._stuck, self.again = self._stuck, {}, None
+        for store, each in stuck.items():
+            if store in self.here and not self._ledger.book.borne(store):
+                self.orphan(each)
 
     def offer(self, session: Session, buffer: int, nbytes: int, head: bool, name: bytes) -> bool:
         """Check whether the device already has a content that a client is about to upload. If so, the buffer shares it, and the
