@@ -633,6 +633,27 @@ def test_wrong_token_and_unknown_executor_fail_only_the_rank(make_device):
         b.closed.clear()
 
 
+def test_session_has_a_limited_number_of_connections_to_other_executors(make_device, monkeypatch):
+    """Frames that named ever other executors for one group used to start a thread each, without a limit."""
+    monkeypatch.setattr(remote, "LINKS_OF_SESSION", 2)
+    a, b = make_device(), make_device()
+    ranks = Ranks([a, b], 2, tell=False)
+    client, before = ranks.clients[1], set(threading.enumerate())
+    for k in range(5):
+        client.channel.send(Kind.GROUP, pack_json(ranks.introduction(1) | {"instance": f"instance {k}"}))
+        if k < 2:
+            client.sync()
+        else:
+            assert "connections to 2 other executors, which is the limit" in failure(client)
+    started = [t for t in set(threading.enumerate()) - before if t.name == "peer"]
+    assert len(started) == 2
+    client.close()
+    b.wait_closed("rank1")
+    for thread in started:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
 def test_executor_that_is_given_up_before_it_is_connected_is_not_used_later(make_device, monkeypatch):
     connecting, go_on, connect = threading.Event(), threading.Event(), peers.ChannelClient.connect
 

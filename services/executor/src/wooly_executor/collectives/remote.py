@@ -39,6 +39,9 @@ log = logging.getLogger("wooly.executor")
 MARGIN_S = 10.0
 #: Maximum number of groups of one session that other executors carry.
 GROUPS_OF_SESSION = 1024
+#: Maximum number of connections of one session to other executors. Each has a thread. A rank's groups have at most as many other
+#: executors as the program has.
+LINKS_OF_SESSION = 256
 #: Maximum bytes that are copied in the device's thread.
 COPIED_HERE = 512 << 10
 _MOVED = Collective(bytes(16), 1, 0, 1, 1, What.BARRIER)
@@ -173,6 +176,10 @@ class RemoteCollectives:
             key = said.instance, peer.session_id
             link = guest.links.get(key)
             if link is None:
+                if len(guest.links) >= LINKS_OF_SESSION:
+                    raise CollectiveError(
+                        f"the session has connections to {LINKS_OF_SESSION} other executors, which is the limit"
+                    )
                 link = guest.links[key] = PeerLink(peer, said.instance, self._tls_ca)
         guest.groups[group] = link
 
