@@ -7,10 +7,11 @@ import threading
 import urllib.error
 
 import pytest
-from wooly import access, opening
+from wooly import access, control, opening, turn
 from wooly.control import ControlError, Controller
 from wooly.errors import NotConnectedError
 from wooly.routes import is_loopback, reason_not_to_try, tunnel_is_safe
+from wooly.settings import Settings
 from wooly_bus.access import Access
 from wooly_bus.channel import ChannelClient, ChannelClosedError, Endpoint, client_context, server_context
 from wooly_testkit.certificates import make_certificates
@@ -192,6 +193,35 @@ def test_rest_refusal_is_repeated_while_database_is_away(monkeypatch, code, retr
     with listening(refusing(sent, code, retryable)) as (port, _), pytest.raises(access.AccessError, match=cure):
         access.RestCredentials(f"http://localhost:{port}", "token")
     assert len(sent) > 1 if retryable else len(sent) == 1
+
+
+def test_new_session_waits_while_rest_has_no_database(monkeypatch, capsys):
+    """It used to end with an error after 15 s."""
+    monkeypatch.setattr(access, "RETRY_S", 0.0)
+    monkeypatch.setattr(turn, "QUIET_S", 0.2)
+    monkeypatch.setattr(turn, "RETRY_S", 0.1)
+    sent = []
+    with listening(refusing(sent, 503, True)) as (port, _):
+        settings = Settings(controller_url=f"http://localhost:{port}", credential="token", queue_s=0.5)
+        with pytest.raises(
+            turn.QueueTimeoutError, match=r"within 0.5 s \(WOOLYAI_QUEUE_S\): .*the database does not answer"
+        ):
+            control.open_session(settings)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith(
+        "wooly: the session waits for the controller's database: the controller at"
+    )
+    assert len(sent) > 2
+
+
+def test_new_session_that_must_not_wait_ends_while_rest_has_no_database(monkeypatch):
+    monkeypatch.setattr(access, "RETRY_S", 0.0)
+    sent = []
+    with listening(refusing(sent, 503, True)) as (port, _):
+        settings = Settings(controller_url=f"http://localhost:{port}", credential="token", queue_s=0)
+        with pytest.raises(control.ControlError, match="the database does not answer") as caught:
+            control.open_session(settings)
+    assert caught.value.code == turn.DATABASE_AWAY and len(sent) == 1
 
 
 def test_rest_slow_controller_is_asked_twice(monkeypatch):

@@ -127,10 +127,11 @@ class RestCredentials:
             self.nats_url, self.tenant = str(said["nats_url"]), str(said["tenant"])
             expires = float(said["expires_at"])
         except urllib.error.HTTPError as e:
-            message, retryable = _refusal(e)
+            message, retryable, code = _refusal(e)
             cure = "Try again later" if retryable else "Check the API token (WOOLYAI_CREDENTIAL)"
             refused = AccessError(f"{where} does not issue credentials: {message}. {cure}")
             refused.retryable = retryable
+            refused.code = code or AccessError.code
             raise refused from e
         except ChannelTlsError as e:
             raise AccessError(
@@ -163,14 +164,18 @@ class RestCredentials:
         return held
 
 
-def _refusal(error: urllib.error.HTTPError) -> tuple[str, bool]:
-    """The message of a refusal, and whether a later request may succeed."""
+def _refusal(error: urllib.error.HTTPError) -> tuple[str, bool, str]:
+    """The message of a refusal, whether a later request may succeed, and its code; empty: it has none."""
     with error:
         try:
             said = json.loads(error.read(_LARGEST))
-            return str(said["message"]), error.code == 503 and said.get("retryable") is True
+            return (
+                str(said["message"]),
+                error.code == 503 and said.get("retryable") is True,
+                str(said.get("code") or ""),
+            )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return f"HTTP {error.code}", False
+            return f"HTTP {error.code}", False, ""
 
 
 def access_of(settings: Settings) -> Access:

@@ -55,7 +55,7 @@ from wooly.departures import STAYS
 from wooly.errors import WoolyError
 from wooly.local_stack import local_stack, take
 from wooly.settings import Settings
-from wooly.turn import Turn
+from wooly.turn import DATABASE_AWAY, Turn, outlast_database
 
 if TYPE_CHECKING:
     from wooly.departures import Departures
@@ -230,7 +230,10 @@ def connect(settings: Settings, *, start: bool = False) -> Controller:
         try:
             return Controller(access_of(settings))
         except BusError as e:
-            raise ControlError(str(e)) from e
+            error = ControlError(str(e))
+            if e.code == DATABASE_AWAY:
+                error.code, error.retryable = e.code, e.retryable
+            raise error from e
     begun = take()
     stack_module = local_stack()
     if stack_module is None:
@@ -556,7 +559,8 @@ def _tunnels(access: Access, credentials: str) -> Access:
 def open_session(settings: Settings, near: str = "", gang: GangPlace | None = None) -> OpenedSession:
     """Open a session at the controller. If no controller is configured or running, start a local stack for this process.
 
-    On a full cluster, this function waits until the session's turn comes (`turn`).
+    On a full cluster, this function waits until the session's turn comes (`turn`). It also waits while the database of the
+    controller is away.
 
     Args:
         settings: the client's settings.
@@ -572,7 +576,7 @@ def open_session(settings: Settings, near: str = "", gang: GangPlace | None = No
     trace = ClientTrace("session")
     try:
         with trace.step("find_controller"):
-            controller = connect(settings, start=True)
+            controller = outlast_database(lambda: connect(settings, start=True), settings.queue_s)
         return _open_session(settings, near, controller, trace, gang)
     except BaseException as e:
         trace.end(type(e).__name__)

@@ -11,11 +11,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from wooly_wis.messages import CloseSessionRequest, OpenSessionReply, OpenSessionRequest, QueuePlace, SessionWait
 
 from wooly.errors import WoolyError
 
+T = TypeVar("T")
 #: Seconds of waiting before the first line: a script that has just ended may still leave the device.
 QUIET_S = 2.0
 #: Minimum seconds between two lines about the same place.
@@ -35,6 +37,40 @@ class QueueTimeoutError(WoolyError):
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def _waits_for_database(why: WoolyError) -> str:
+    return f"the session waits for the controller's database: {why}"
+
+
+def outlast_database(ask: Callable[[], T], queue_s: float) -> T:
+    """Ask the controller for something that a new session needs, until the controller's database does not refuse it.
+
+    Args:
+        ask: asks once. It raises WoolyError.
+        queue_s: maximum seconds to wait; 0: do not wait.
+
+    Raises:
+        QueueTimeoutError: the database was away for `queue_s` seconds.
+        WoolyError: another error of `ask`.
+    """
+    since, said = time.monotonic(), float("-inf")
+    while True:
+        try:
+            return ask()
+        except WoolyError as e:
+            now, why = time.monotonic(), _waits_for_database(e)
+            left = since + queue_s - now
+            if e.code != DATABASE_AWAY or queue_s <= 0:
+                raise
+            if left <= 0:
+                raise QueueTimeoutError(
+                    f"the session was not opened within {queue_s:g} s (WOOLYAI_QUEUE_S): {why}"
+                ) from e
+            if now - since >= QUIET_S and now - said >= REPEAT_S:
+                said = now
+                _say(f"wooly: {why}")
+            time.sleep(min(RETRY_S, left))
 
 
 class Turn:
@@ -138,7 +174,7 @@ class Turn:
     def _state(self) -> str:
         wait, failure = self._wait, self._failure
         if failure is not None and failure.code == DATABASE_AWAY:
-            return f"the session waits for the controller's database: {failure}"
+            return _waits_for_database(failure)
         if wait is None:
             return "the controller did not answer" if failure is None else f"the controller did not answer: {failure}"
         fits = f"; now would start: {wait.would_fit}" if wait.would_fit else ""
