@@ -3,8 +3,10 @@
 import asyncio
 
 import pytest
+from sqlalchemy.exc import OperationalError
 from wooly_bus.channel.token import SignedPass
 from wooly_bus.errors import RefusedError
+from wooly_router import opening
 from wooly_router.actor import NEW_SESSION_S
 from wooly_router.gangs import RESERVED_S
 from wooly_wis.messages import (
@@ -317,3 +319,23 @@ async def test_ticket_is_refused_for_strangers_and_for_executors_that_have_no_pa
         r.executors[0].refuse = RefusedError("executor.admission", "no room")
         with pytest.raises(RefusedError, match="no room"):
             await ticket(r, ranks[1], ranks[0])
+
+
+@pytest.mark.on_both
+async def test_rank_that_the_database_interrupts_is_the_same_rank_when_it_asks_again(rig, monkeypatch):
+    """It would be a session of its own else, and the end of the first one would end the program."""
+    async with rig("a") as r:
+        move = r.tasks.move
+
+        async def away(*_, **__):
+            raise r.database_away()
+
+        monkeypatch.setattr(r.tasks, "move", away)
+        with pytest.raises(OperationalError):
+            await r.queue(gang=place(0))
+        monkeypatch.setattr(r.tasks, "move", move)
+        first, second = [await r.queue(gang=place(rank)) for rank in range(2)]
+        assert (await r.tasks.get(first.session_id)).rank == 0
+        assert {t.gang.task_id for t in [await r.tasks.get(o.session_id) for o in (first, second)]} != {""}
+        await asyncio.sleep(2 * opening.FAIL_AGAIN_S)  # the end of the first request has no effect
+        assert await r.sessions() == [first.session_id, second.session_id]

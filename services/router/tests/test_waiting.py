@@ -6,6 +6,7 @@ from collections import namedtuple
 import pytest
 from sqlalchemy.exc import OperationalError
 from wooly_bus.errors import RefusedError
+from wooly_router import opening
 from wooly_router.actor import ABANDONED_S, LEFT
 from wooly_router.state.tasks import PartRecord
 from wooly_wis.messages import CloseSessionRequest, RenewSessionRequest
@@ -287,6 +288,27 @@ async def test_new_session_that_the_database_interrupts_fails(rig, interrupted):
             await r.queue(**ALL)
         assert r.executors[0].sessions == {}
         assert [t.state for t in await r.tasks.in_states("failed", kind="session")] == ["failed"]
+        assert (await r.queue(**ALL)).parts
+
+
+async def test_new_session_that_the_database_interrupts_for_long_fails_when_the_database_is_back(rig, monkeypatch):
+    """It used to keep its place in the queue, and its device, until its lease ended."""
+    async with rig("a") as r:
+        move, asked = r.tasks.move, []
+
+        async def away(s, task_id, *args, **changes):
+            asked.append(task_id)
+            if len(asked) < 5:
+                raise r.database_away()
+            return await move(s, task_id, *args, **changes)
+
+        monkeypatch.setattr(opening, "FAIL_AGAIN_S", 0.01)
+        monkeypatch.setattr(r.tasks, "move", away)
+        with pytest.raises(OperationalError):
+            await r.queue(**ALL)
+        async with asyncio.timeout(10):
+            while (await r.tasks.get(asked[0])).state == "pending":
+                await asyncio.sleep(0.01)
         assert (await r.queue(**ALL)).parts
 
 

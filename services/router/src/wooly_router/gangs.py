@@ -41,7 +41,7 @@ class Gangs:
         """Make a new session a rank of its gang.
 
         A process that a rank has started has the rank's variables, too. If the rank has its session already, this session is one
-        of its own.
+        of its own. A process that asks again while its session waits got no answer, so it gets the same session.
 
         Args:
             s: a session of `Database.deciding`.
@@ -60,13 +60,13 @@ class Gangs:
         name = _id_of(task.tenant, place.gang_id, start)
         size, devices = (known[0].gang.size, known[0].gang.devices) if known else (place.size, place.devices)
         mine = next((r for r in known if r.rank == place.rank), None)
-        if place.rank >= size or (mine is not None and not is_reserved(mine)):
+        if place.rank >= size or (mine is not None and not is_reserved(mine) and not _same_process(mine, task)):
             return task, False
         gang = {"task": name, "rank": place.rank, "size": size, "devices": devices}
         if mine is None:
             return replace(task, id=rank_id(name, place.rank), wants=task.wants | {"gang": gang}), False
         # The terms of the first rank hold for all: their devices were chosen with them.
-        taken = replace(mine, name=task.name, client_host=task.client_host, wants=mine.wants | _unreserved(mine))
+        taken = replace(mine, name=task.name, client_host=task.client_host, wants=mine.wants | _unreserved(mine, task))
         await self._world.tasks.take_over(s, taken)
         return taken, True
 
@@ -111,8 +111,14 @@ def reserved_for(record: TaskRecord) -> str:
     return "" if record.attempt else str((record.wants.get("gang") or {}).get("on", ""))
 
 
-def _unreserved(record: TaskRecord) -> dict[str, Any]:
-    return {"gang": record.wants["gang"] | {"reserved": False}}
+def _same_process(waiting: TaskRecord, task: TaskRecord) -> bool:
+    """Whether a rank that waits for its first device is of the process that asks for one."""
+    process = [(t.client_host, t.wants.get("pid")) for t in (waiting, task)]
+    return waiting.state == "pending" and not waiting.attempt and process[0] == process[1]
+
+
+def _unreserved(record: TaskRecord, task: TaskRecord) -> dict[str, Any]:
+    return {"gang": record.wants["gang"] | {"reserved": False}, "pid": task.wants.get("pid")}
 
 
 def _id_of(tenant: str, gang_id: str, start: int) -> str:

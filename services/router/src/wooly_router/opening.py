@@ -8,6 +8,7 @@ finds no room is refused or, if its client wants to wait, joins the queue (`wait
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -62,6 +63,8 @@ LEAVING_S = 2.0
 LEAVING_PAUSE_S = 0.4
 
 
+#: Seconds between two attempts to store the end of a session that could not be opened.
+FAIL_AGAIN_S = 0.25
 #: Codes of refusals for lack of memory by the scheduler and by an executor: they may still count a session that has ended.
 FULL = frozenset({"scheduler.full", "executor.admission"})
 #: Codes of refusals that may end by themselves, so that a session which waits already goes on waiting.
@@ -156,6 +159,7 @@ class Opening:
                 "vendor": request.vendor,
                 "arch": request.arch,
                 "brings": {"name": _model(request), "dedup": request.dedup},
+                "pid": request.client.pid,
                 "weights": await self._expected(request),
                 "claim": config.default_vram_claim,
                 "recovers": request.recovers and recovery != "off",
@@ -210,15 +214,35 @@ class Opening:
             if request.place is not None and isinstance(e, UNREACHABLE):  # its client asks again, or its lease ends
                 await self._queue.put_back(task.id)
                 raise
-            async with self._world.database.writing() as s:
-                await self._world.tasks.move(
-                    s, task.id, "failed", str(e) or type(e).__name__, self._clock(), only_from=["pending"]
-                )
+            reason, mine = str(e) or type(e).__name__, token if request.queue else ""
+            try:
+                await self._fail(task, mine, reason)
+            except UNREACHABLE:
+                start_errand(self._fail_later(task, mine, reason), f"end of session {task.id}")
             raise
         finally:
             if silent:  # they may still host the session, which nobody uses
                 closing = self._executors.close(sorted(silent), task.id, "it was opened elsewhere, or not at all")
                 start_errand(closing, f"closing of session {task.id}")
+
+    async def _fail(self, task: TaskRecord, token: str, reason: str) -> None:
+        """End a session that could not be opened.
+
+        Another request of its client may have taken it over: then it has another token. An empty token fits all sessions.
+        """
+        async with self._world.database.writing() as s:
+            lease = await self._world.tasks.lease(task.id, s)
+            if lease is None or token in ("", lease.token):
+                await self._world.tasks.move(s, task.id, "failed", reason, self._clock(), only_from=["pending"])
+
+    async def _fail_later(self, task: TaskRecord, token: str, reason: str) -> None:
+        """End a session that could not be opened, as soon as the database answers. It would keep its place and its devices."""
+        until = time.monotonic() + ABANDONED_S
+        while time.monotonic() < until:
+            await asyncio.sleep(FAIL_AGAIN_S)
+            with contextlib.suppress(*UNREACHABLE):
+                await self._fail(task, token, reason)
+                return
 
     async def _add(self, request: OpenSessionRequest, task: TaskRecord, token: str) -> TaskRecord:
         """Store a new session; if its client wants to wait, as a part of the queue. Returns it as it is stored.

@@ -432,11 +432,13 @@ class TaskStore:
 
     # -- leases ------------------------------------------------------------------------------------------------------
 
-    async def lease(self, task_id: str) -> Lease | None:
+    async def lease(self, task_id: str, s: AsyncSession | None = None) -> Lease | None:
         """Return the lease of a session that is open or waits in the queue."""
-        async with self.database.reading() as s:
-            row = await s.get(LeaseRow, task_id)
-            return None if row is None else Lease(row.task_id, row.token, row.lease_until)
+        if s is None:
+            async with self.database.reading() as s:
+                return await self.lease(task_id, s)
+        row = await s.get(LeaseRow, task_id)
+        return None if row is None else Lease(row.task_id, row.token, row.lease_until)
 
     async def lapsed(self, now: float) -> list[str]:
         """Return the sessions whose lease is over."""
