@@ -6,16 +6,20 @@ No service continues half alive.
 import contextlib
 import json
 import os
+import subprocess
 import time
 
 import pytest
 from wooly_bus import contracts
 from wooly_bus.channel import ChannelClosedError
+from wooly_bus.errors import RefusedError
 from wooly_bus.supervision import BROKEN
 from wooly_testkit import forks
 from wooly_testkit.cluster import Cluster, Tenant, enter
+from wooly_testkit.forks import Forked
+from wooly_testkit.postgres import PostgresMissingError, postgres_server
 from wooly_wis.frames import Kind
-from wooly_wis.messages import RenewSessionRequest, TaskRequest
+from wooly_wis.messages import ClientFacts, OpenSessionRequest, QueuePlace, RenewSessionRequest, TaskRequest
 
 pytestmark = pytest.mark.connected
 #: An executor that works until a file exists. Then its device thread, or its journal, meets a fault in our own code.
@@ -66,6 +70,8 @@ print(torch.ones(3, device="cuda").sum().item(), api._attached.parts[0].executor
 #: Maximum time of a process's end, in seconds: 1 s, and reserve for a machine with other work.
 ENDED_S = 4.0
 FAILED_OVER_S = 10.0
+#: Time for which the database is away, in seconds: longer than `wooly.access.RETRY_S`.
+AWAY_S = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -184,3 +190,47 @@ def test_session_waits_for_client_that_is_stopped(tmp_path):
         assert story()[-1].state == "started"
         channel.close()
         cluster.wait(lambda: story()[-1].state == "failed")
+
+
+@pytest.mark.slow
+def test_database_that_is_away_ends_no_session_and_new_sessions_wait_for_it(tmp_path):
+    """It is away for longer than leases, and than a client asks for credentials."""
+    with contextlib.ExitStack() as stack:
+        try:
+            server = stack.enter_context(postgres_server(durable=True))
+        except PostgresMissingError as e:
+            pytest.skip(str(e))
+        cluster = Cluster(tmp_path, stack, router={"LEASE_S": "3", "DATABASE_URL": server.database()})
+        alice = Tenant(cluster, "alice", exclusive=True)
+        stack.callback(alice.control.close)
+        opened = alice.open(gpu_mode="exclusive")
+        channel, _ = enter(opened)  # an executor keeps a session whose client is connected
+        waiting = alice.open(gpu_mode="exclusive", queue=True)
+        place = QueuePlace(session_id=waiting.session_id, token=waiting.token)
+        (tmp_path / "script.py").write_text("import torch\nprint(torch.ones(3, device='cuda').sum().item())")
+        server.crash()
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        env = alice.env() | {"OMP_NUM_THREADS": "1"}
+        script = stack.enter_context(Forked("wooly", "run", str(tmp_path / "script.py"), env=env, **pipes))
+        stack.callback(script.kill)
+        time.sleep(AWAY_S)
+        assert script.poll() is None
+        server.start()
+        renewal = RenewSessionRequest(session_id=opened.session_id, token=opened.token)
+
+        def renewed():
+            try:
+                return alice.ask(contracts.ROUTER_SESSION_RENEW, renewal)
+            except RefusedError as e:
+                assert e.retryable, e
+                return None
+
+        cluster.wait(renewed)
+        asked = OpenSessionRequest(client=ClientFacts(host="h", pid=1), gpu_mode="exclusive", queue=True, place=place)
+        assert alice.ask(contracts.ROUTER_SESSION_OPEN, asked).wait.place == 1
+        channel.close()
+        alice.close(opened)
+        alice.close(waiting)
+        out, errors = script.communicate(timeout=100)
+        assert (script.returncode, out) == (0, "3.0\n"), errors
+        assert "wooly: the session waits for the controller's database" in errors

@@ -22,7 +22,6 @@ PROGRAM_MIB = 16 / 1024
 #: Containers that may grow up to their own limit after the warm-up.
 LIMITED = {
     "recorder._sent": PROGRAMS_KEPT,  # the timer ends programs at varying places
-    "failures.inflight": 2 * RUNS_REMEMBERED,
 }
 #: Data of one step is released again. It is bounded by the size of a program and by how far the client runs ahead.
 PASSING = {
@@ -58,7 +57,8 @@ def assert_nothing_piled_up(found):
         assert end["remote"][name] == early["remote"][name]
     assert end["remote"]["buffers"] == end["live"][0]
     assert end["containers"].keys() == early["containers"].keys() == found["peak"].keys()
-    limits = LIMITED | PASSING
+    # Runs that are not acknowledged are kept, too. On a busy machine, the client runs ahead by thousands.
+    limits = LIMITED | PASSING | {"failures.inflight": 2 * RUNS_REMEMBERED + found["peak"]["channel._unacked"]}
     grown = {
         name: (early["containers"][name], highest)
         for name, highest in found["peak"].items()
