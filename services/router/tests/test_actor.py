@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 
 import pytest
+from sqlalchemy.exc import OperationalError
 from wooly_bus import contracts
 from wooly_bus.app import CONCURRENT_REQUESTS, ServiceApp
 from wooly_bus.channel.token import SignedPass
@@ -259,6 +260,46 @@ async def test_renewal_with_a_note_adds_it_to_the_story_once(rig, monkeypatch):
         assert len(await renew("one too many")) == len(before) + 2
         await r.actor.on_close_session(CloseSessionRequest(session_id=opened.session_id, token=opened.token))
         assert not await r.tasks.note(opened.session_id, "too late", r.clock.now)
+
+
+@pytest.mark.on_both
+async def test_renewal_while_the_database_is_away_reaches_the_executors_of_a_known_session(rig, monkeypatch):
+    """Ranks of programs used to end with their leases, because nobody renewed them at their executors."""
+    async with rig("a") as r:
+        known, other = await r.open(), await r.open()
+        renewals = [RenewSessionRequest(session_id=o.session_id, token=o.token) for o in (known, other)]
+        await r.actor.on_renew_session(renewals[0])
+        told, renew = [], r.actor.executors.renew
+
+        async def renewed(names, renewal):
+            told.append((names, renewal.session_id))
+            return await renew(names, renewal)
+
+        def away():
+            raise r.database_away()
+
+        monkeypatch.setattr(r.actor.executors, "renew", renewed)
+        with monkeypatch.context() as patch:
+            patch.setattr(r.actor.world.database, "reading", away)
+            patch.setattr(r.actor.world.database, "writing", away)
+            for _ in range(3):
+                r.clock.now += 8
+                assert (await r.actor.on_renew_session(renewals[0])).lease_s == 9
+                assert (await r.actor.on_renew_tenants(renewals[0], "default")).lease_s == 9
+            assert told == [(["a"], known.session_id)] * 6
+            for refused in (
+                r.actor.on_renew_session(renewals[1]),  # this router has not renewed it before
+                r.actor.on_renew_session(renewals[0].model_copy(update={"token": "wrong"})),
+                r.actor.on_renew_tenants(renewals[0], "another"),
+                r.actor.on_renew_session(renewals[0].model_copy(update={"note": "its client keeps this"})),
+            ):
+                with pytest.raises(OperationalError):
+                    await refused
+            r.clock.now += 20
+            with pytest.raises(OperationalError):
+                await r.actor.on_renew_session(renewals[0])
+        await r.actor.resume()
+        assert (await r.actor.on_renew_session(renewals[0])).lease_s == 9
 
 
 async def test_renewal_during_database_writes_counts_at_once(rig):

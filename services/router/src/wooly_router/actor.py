@@ -55,8 +55,10 @@ from wooly_router.limits import Limits
 from wooly_router.moves import Moves
 from wooly_router.opening import ABANDONED_S, Opening
 from wooly_router.peers import Peers
+from wooly_router.renewed import Renewed
 from wooly_router.settings import RouterSettings
 from wooly_router.state.config import AuditRecord
+from wooly_router.state.database import UNREACHABLE
 from wooly_router.state.tasks import Lease, TaskRecord
 from wooly_router.state.world import World
 from wooly_router.tenants import TenantActor
@@ -130,6 +132,7 @@ class RouterActor:
         #: Leases that were renewed but are not written yet, and sessions whose lease is being renewed.
         self._prolonged: dict[str, float] = {}
         self._renewing: set[str] = set()
+        self._renewed = Renewed(2 * settings.lease_s, clock)
         #: Ranks of programs that their executor did not have in the last round of `reconcile`.
         self._absent: set[str] = set()
         #: Sessions whose clients are silent: since when their leases were extended for it, and when the last time.
@@ -227,8 +230,12 @@ class RouterActor:
 
     async def on_renew_tenants(self, request: RenewSessionRequest, tenant: str) -> RenewSessionReply:
         """Renew the lease of a tenant's session."""
-        await self.gate.of_tenant(tenant, None)
-        await self._check_owner(request.session_id, tenant)
+        try:
+            await self.gate.of_tenant(tenant, None)
+            await self._check_owner(request.session_id, tenant)
+        except UNREACHABLE:
+            if self._renewed.find(request.session_id, request.token, tenant) is None:
+                raise
         return await self.on_renew_session(request)
 
     async def on_close_tenants(self, request: CloseSessionRequest, tenant: str) -> CloseSessionReply:
@@ -239,16 +246,25 @@ class RouterActor:
     async def on_renew_session(self, request: RenewSessionRequest) -> RenewSessionReply:
         """Renew a lease, on all executors of the session and in this router.
 
+        While the database is away, the executors still get the renewals of the sessions that this router knows: ranks of programs
+        would end there otherwise.
+
         Raises:
             RefusedError: the session does not exist, one of its executors is silent, or its lease is already being renewed. The
                 last case keeps a client that asks often from using up the concurrent renewals.
         """
-        record = await self._open(request.session_id, request.token)
-        if record is not None and record.state == "pending" and record.wants.get("away"):
-            await self.moves.is_alive(record)
-        if record is None or record.state == "pending":
-            raise RefusedError("router.no_session", await self._reason_of_end(request.session_id))
-        await self.moves.hear(record, request)
+        try:
+            record = await self._open(request.session_id, request.token)
+            if record is not None and record.state == "pending" and record.wants.get("away"):
+                await self.moves.is_alive(record)
+            if record is None or record.state == "pending":
+                raise RefusedError("router.no_session", await self._reason_of_end(request.session_id))
+            await self.moves.hear(record, request)
+        except UNREACHABLE:
+            record = self._renewed.find(request.session_id, request.token)
+            if record is None:
+                raise
+        self._renewed.add(record, request.token)
         if record.id in self._renewing:
             raise RefusedError(
                 "router.renewing", f"the lease of session {record.id} is being renewed already", retryable=True
@@ -303,6 +319,7 @@ class RouterActor:
         """
         while True:
             await asyncio.sleep(LEASES_EVERY_S)
+            self._renewed.forget()
             try:
                 await self.write_leases()
             except SQLAlchemyError as e:
