@@ -10,7 +10,7 @@ from wooly_bus import contracts
 from wooly_bus.app import CONCURRENT_REQUESTS, ServiceApp
 from wooly_bus.channel.token import SignedPass
 from wooly_bus.errors import RefusedError
-from wooly_router import advice, executors, opening
+from wooly_router import actor, advice, executors, opening
 from wooly_router.actor import ABANDONED_S, HEARD, NEW_SESSION_S, SILENT
 from wooly_router.opening import HEARTBEAT_GRACE_S, OPEN_BUDGET_S
 from wooly_router.state import tasks
@@ -644,6 +644,26 @@ async def test_session_closed_event_ends_session(rig):
         await r.actor.on_session_closed(SessionClosed(session_id=again.session_id, executor_id="a"))
         task = await r.tasks.get(again.session_id)
         assert (task.state, task.reason) == ("completed", "closed by its client")
+
+
+async def test_session_closed_event_of_executor_that_answered_too_late_ends_nothing(rig, monkeypatch):
+    """An executor that was stopped hosts the session when it goes on, and then closes it: the session runs elsewhere."""
+    monkeypatch.setattr(executors, "EXECUTOR_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(actor, "CLOSE_GRACE_S", 0.0)
+    async with rig("a", "b") as r:
+        for executor in r.executors:
+            executor.held_up = 1
+        opened = await r.open()
+        (other,) = {"a", "b"} - {part.executor_id for part in opened.parts}
+        for reason, passing in (
+            ("it was opened elsewhere, or not at all", False),
+            ("its lease is over", True),
+            ("", False),
+        ):
+            event = SessionClosed(session_id=opened.session_id, executor_id=other, reason=reason, passing=passing)
+            await r.actor.on_session_closed(event)
+        await asyncio.sleep(0.1)
+        assert await r.sessions() == [opened.session_id]
 
 
 @pytest.mark.on_both

@@ -591,6 +591,8 @@ class RouterActor:
         if record is not None and record.kind == "session" and record.state == "started":
             if event.epoch != record.attempt:
                 return  # it goes on in another executor by now
+            if event.executor_id not in [part.executor_id for part in record.parts]:
+                return  # an executor that answered too late: the session was opened at another one
             if event.reason:
                 why = f"it ended on executor {event.executor_id}: {event.reason}"
                 hung_up = event.hung_up and bool(record.gang.task_id)  # the other ranks wait for it
