@@ -199,7 +199,7 @@ def test_database_that_is_away_ends_no_session_and_new_sessions_wait_for_it(tmp_
             server = stack.enter_context(postgres_server(durable=True))
         except PostgresMissingError as e:
             pytest.skip(str(e))
-        cluster = Cluster(tmp_path, stack, router={"LEASE_S": "3", "DATABASE_URL": server.database()})
+        cluster = Cluster(tmp_path, stack, router={"LEASE_S": "8", "DATABASE_URL": server.database()})
         alice = Tenant(cluster, "alice", exclusive=True)
         stack.callback(alice.control.close)
         opened = alice.open(gpu_mode="exclusive")
@@ -216,7 +216,7 @@ def test_database_that_is_away_ends_no_session_and_new_sessions_wait_for_it(tmp_
         until = time.monotonic() + AWAY_S
         while time.monotonic() < until:  # its executor would end the session, because no client is connected
             time.sleep(0.3)
-            assert alice.ask(contracts.ROUTER_SESSION_RENEW, renewal).lease_s == 3
+            assert alice.ask(contracts.ROUTER_SESSION_RENEW, renewal).lease_s == 8
         assert script.poll() is None
         server.start()
         time.sleep(1)  # the first round of the leader would end it
