@@ -18,7 +18,7 @@ from wooly_executor.memory.swap import Place, Policy
 from wooly_executor.swap_space import Copy
 from wooly_executor.vram import SwapSettings
 from wooly_executor.vram.swapping import Swapping
-from wooly_executor.weights import pinned_weights
+from wooly_executor.weights import contents, pinned_weights
 from wooly_wis.dtypes import DType
 
 MIB = 1 << 20
