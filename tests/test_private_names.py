@@ -21,7 +21,7 @@ DOCUMENTED = {"_asdict", "_fields", "_make", "_mapping", "_replace", "_exit"}
 #: Inherited attributes of other libraries than PyTorch and CPython, by the file that reads them.
 INHERITED = {
     "libs/bus/src/wooly_bus/app.py": {"self._connection_kwargs"},  # FastStream's broker
-    "libs/bus/src/wooly_bus/nats_client.py": {"self._current_server"},  # nats-py's client
+    "libs/bus/src/wooly_bus/nats_client.py": {"self._current_server", "self._transport"},  # nats-py's client
     "integrations/vllm/src/wooly_vllm/block_tables.py": {"self._slot_mapping_enabled"},  # vLLM's block tables
     "integrations/vllm/src/wooly_vllm/transfers.py": {  # vLLM's staged writes, and its buffer
         *("self._staged_write_indices", "self._staged_write_starts", "self._staged_write_contents"),

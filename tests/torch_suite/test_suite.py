@@ -40,6 +40,7 @@ def test_rows_of_file_with_every_outcome_classifies_and_goes_on(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_rows_of_every_second_test_go_on_after_a_crash(tmp_path):
     path = tmp_path / "test_small.py"
     path.write_text(SMALL)
@@ -75,6 +76,7 @@ def test_twin_of_device_test_is_its_name_on_the_cpu():
     assert suite.twin("TestPlain.test_y") == "TestPlain.test_y"
 
 
+@pytest.mark.slow
 def test_file_that_does_not_load_on_either_side_does_not_fail_alone(tmp_path):
     path = tmp_path / "test_broken.py"
     path.write_text("import no_such_module")
@@ -92,6 +94,7 @@ def test_alone_leaves_out_what_fails_on_the_cpu_too():
     assert set(suite.alone(device, host)) == {"TCUDA.test_b_cuda", "TCUDA.test_c_cuda"}
 
 
+@pytest.mark.slow
 def test_file_that_loads_on_neither_side_does_not_fail_alone(tmp_path):
     path = tmp_path / "test_old.py"
     path.write_text("import no_such_module")

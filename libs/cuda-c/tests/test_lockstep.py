@@ -264,11 +264,12 @@ def test_other_dialects_have_no_lockstep():
     assert "w_near" not in text and "_together" not in text
 
 
-def test_kernel_with_too_many_variables_for_lockstep_is_translated():
-    declared = " ".join(f"float v{k} = x[i + {k}];" for k in range(400))
-    used = " ".join(f"y[i] += v{k};" for k in range(400))
+@pytest.mark.parametrize(("variables", "together"), [(20, True), (140, False)])
+def test_kernel_with_too_many_variables_for_lockstep_is_translated(variables, together):
+    declared = " ".join(f"float v{k} = x[i + {k}];" for k in range(variables))
+    used = " ".join(f"y[i] += v{k};" for k in range(variables))
     text = f"__global__ void f({PARAMS}) {{ {AT} {declared} {used} }}"
-    assert "_together" not in translate(text, "f", ["buffer"] * 3 + ["i64"] * 2, (1024, 1, 1)).text
+    assert ("_together" in translate(text, "f", ["buffer"] * 3 + ["i64"] * 2, (1024, 1, 1)).text) == together
 
 
 @pytest.mark.parametrize("together", [True, False])
