@@ -34,6 +34,14 @@ def rows(ledger, by="run", **which):
     return found
 
 
+def test_connection_to_postgresql_breaks_soon_after_the_server_has_vanished(postgres):
+    database = Database(postgres.database())
+    with database.reading() as connection:
+        found = connection.connection.driver_connection.info.get_parameters()
+    database.close()
+    assert (found["tcp_user_timeout"], found["connect_timeout"]) == ("10000", "5")
+
+
 def test_migrations_create_the_schema_of_the_tables(url):
     from alembic.autogenerate import compare_metadata
     from alembic.migration import MigrationContext

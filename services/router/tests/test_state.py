@@ -161,6 +161,20 @@ async def test_database_when_durable_syncs_commits_to_disk(tmp_path, durable, sy
     await database.close()
 
 
+async def test_connection_to_postgresql_breaks_soon_after_the_server_has_vanished(postgres):
+    url = postgres.database()
+    for more, seconds in (
+        ("", "10000"),
+        ("&tcp_user_timeout=3000" if "?" in url else "?tcp_user_timeout=3000", "3000"),
+    ):
+        database = Database(url + more)
+        async with database.reading() as s:
+            raw = await (await s.connection()).get_raw_connection()
+            found = raw.driver_connection.info.get_parameters()
+        await database.close()
+        assert (found["tcp_user_timeout"], found["connect_timeout"], found["keepalives_idle"]) == (seconds, "5", "10")
+
+
 async def test_close_after_cancelled_connecting_waits_for_its_thread(tmp_path, monkeypatch):
     """The thread reports to the event loop, which may be closed directly after this, as at the end of a process."""
     connect, connecting = sqlite3.connect, threading.Event()

@@ -10,6 +10,7 @@ from typing import Any
 from alembic import command
 from alembic.config import Config
 from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
+from wooly_bus import postgresql
 
 #: Key of PostgreSQL's advisory lock for migrations and all writes ("credit" in ASCII).
 WRITE_LOCK = 0x637265646974
@@ -42,8 +43,9 @@ def connect(url: str, begin: str = "BEGIN IMMEDIATE", *, durable: bool = True) -
         begin: statement that begins a transaction on SQLite, unless the execution option `wooly_begin` says otherwise.
         durable: whether commits on SQLite wait for the disk.
     """
-    if make_url(url).get_backend_name() != "sqlite":
-        return create_engine(url, pool_pre_ping=True)
+    parsed = make_url(url)
+    if parsed.get_backend_name() != "sqlite":
+        return create_engine(url, pool_pre_ping=True, connect_args=postgresql.options(parsed.query))
     engine = create_engine(url, connect_args={"timeout": BUSY_S})
 
     def begun(connection: Connection) -> None:

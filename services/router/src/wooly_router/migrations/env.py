@@ -6,6 +6,7 @@ from typing import Any
 
 from alembic import context
 from sqlalchemy import Connection, create_engine, event, make_url, text
+from wooly_bus import postgresql
 from wooly_router.state.database import BUSY_S, PLACEMENT_LOCK
 from wooly_router.state.tables import Base
 
@@ -16,7 +17,7 @@ def run() -> None:
     if url.drivername == "sqlite+aiosqlite":
         url = url.set(drivername="sqlite")
     sqlite = url.get_backend_name() == "sqlite"
-    engine = create_engine(url, connect_args={"timeout": BUSY_S} if sqlite else {})
+    engine = create_engine(url, connect_args={"timeout": BUSY_S} if sqlite else postgresql.options(url.query))
     if sqlite:
         event.listen(engine, "connect", _leave_transactions_to_us)
         event.listen(engine, "begin", _begin)

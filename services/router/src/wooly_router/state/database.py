@@ -14,15 +14,17 @@ import aiosqlite
 from alembic import command
 from alembic.config import Config
 from sqlalchemy import Connection, event, exc, make_url, text
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.dialects import postgresql as dialect
+from sqlalchemy.dialects import sqlite
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from wooly_bus import postgresql
 
 from wooly_router.python_private import worker_of
 
 #: Key of PostgreSQL's advisory lock for transactions that read all claims before they add one (the bytes of "wooly").
 PLACEMENT_LOCK = 0x776F6F6C79
 #: The INSERT constructs with ON CONFLICT. SQLAlchemy has no common type for them.
-_INSERT: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
+_INSERT: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": dialect.insert}
 #: Errors of transactions while the database does not answer, and what callers are told then.
 UNREACHABLE = (exc.OperationalError, exc.InterfaceError, exc.TimeoutError)
 DATABASE_AWAY = "router.database"
@@ -65,7 +67,7 @@ class Database:
         self._sqlite = make_url(url).get_backend_name() == "sqlite"
         #: The threads in which SQLite's operations run, one per connection.
         self._workers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-        options: dict[str, Any] = {"pool_pre_ping": True}
+        options: dict[str, Any] = {"pool_pre_ping": True, "connect_args": postgresql.options(make_url(url).query)}
         if self._sqlite:
             options = {"connect_args": {"timeout": BUSY_S, "async_creator_fn": self._connect_sqlite}}
         self._engine: AsyncEngine = create_async_engine(url, **options)
