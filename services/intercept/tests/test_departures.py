@@ -98,7 +98,11 @@ def test_a_move_sends_nothing_again():
     assert first.lost and Kind.RESTORE in second.kinds
     assert not {Kind.RUN, Kind.READ} & set(second.kinds)
     assert session.read() == 2.0
-    assert session.departures.take_resumed().frames == 0 and session.departures.take_resumed() is None
+    assert session.departures.resumed.frames == 0 and session.departures.resumed is not None, (
+        "the router did not hear it"
+    )
+    session.departures.told_resumed()
+    assert session.departures.resumed is None
 
 
 def test_a_session_without_room_elsewhere_stays():

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from wooly import control
 from wooly.control import RENEWALS_PER_LEASE, RETRY_DIVISOR, ControlError, OpenedSession
+from wooly.departures import Departures
 from wooly_bus import contracts
 
 LEASE_S = 0.6
@@ -20,7 +21,7 @@ class Controller:
 
     def __init__(self, answer=lambda: None):
         self.answer, self.asked, self.changed = answer, [], threading.Condition()
-        self.notes = []
+        self.notes, self.resumed = [], []
 
     def ask(self, rpc, message, timeout=4.0):
         if rpc != contracts.ROUTER_SESSION_RENEW:
@@ -30,6 +31,7 @@ class Controller:
             self.changed.notify_all()
         self.answer()
         self.notes += filter(None, [message.note])
+        self.resumed += filter(None, [message.resumed])
 
     def wait_asked(self, count):
         with self.changed:
@@ -154,3 +156,29 @@ def test_close_tells_a_note_that_no_renewal_has_told(opened, retryable):
     assert controller.notes == []
     session.close()
     assert controller.notes == (["results differ"] if retryable else [])
+
+
+@pytest.mark.parametrize("when", ["renewal", "close"])
+def test_how_session_went_on_is_told_once_although_a_renewal_fails(opened, when):
+    """A failed renewal used to lose it, and so did a script that ended before its next renewal."""
+    recovery = SimpleNamespace(resumed=(2.5, 3), hibernates=False, together=None)
+    controller, failed = Controller(), threading.Event()
+
+    def answer():
+        if when == "close" or not failed.is_set():
+            failed.set()
+            error = ControlError("no answer" if when == "close" else "the lease is being renewed already")
+            error.retryable = True
+            raise error
+
+    controller.answer = answer
+    session = opened(controller)
+    departures = Departures([(SimpleNamespace(recovery=recovery, stays=""), threading.Lock())])
+    departures.heed = lambda reply: None
+    session.departures = departures
+    assert failed.wait(WAIT_S)
+    if when == "renewal":
+        controller.wait_asked(4)
+    controller.answer = lambda: None
+    session.close()
+    assert [(told.seconds, told.frames) for told in controller.resumed] == [(2.5, 3)] and recovery.resumed is None

@@ -423,15 +423,18 @@ class OpenedSession:
         with contextlib.suppress(ControlError):
             self._ask_renewal(timeout=2.0)
 
-    def _tell_note(self) -> None:
-        """Tell the note that no renewal has told. The router refuses it while it answers another renewal of this session."""
+    def _tell_rest(self) -> None:
+        """Tell what no renewal has told: the note, and how the session went on elsewhere. The router refuses it while it answers
+        another renewal of this session.
+        """
         for _ in range(NOTE_ATTEMPTS):
-            if not self._note:
+            if not self._note and (self.departures is None or self.departures.resumed is None):
                 return
             try:
                 self._ask_renewal()
             except ControlError as e:
-                if not (e.retryable or e.code == ControlError.code):  # the latter: there was no answer
+                unanswered = e.code == ControlError.code
+                if not (e.retryable or (unanswered and self._note)):
                     return
                 time.sleep(NOTE_AGAIN_S)
 
@@ -440,6 +443,8 @@ class OpenedSession:
         reply = self._controller.ask(contracts.ROUTER_SESSION_RENEW, request, timeout=timeout)
         if self._note == request.note:
             self._note = ""
+        if request.resumed is not None and self.departures is not None:
+            self.departures.told_resumed()
         return reply
 
     def _keep(self) -> None:
@@ -507,7 +512,7 @@ class OpenedSession:
         told = {
             "stays": departures.take_stays()[:4096],
             "recovers": departures.recovers,
-            "resumed": departures.take_resumed(),
+            "resumed": departures.resumed,
         }
         return request.model_copy(update=told)
 
@@ -529,7 +534,7 @@ class OpenedSession:
         if self._closing.is_set():
             return
         self._closing.set()
-        self._tell_note()
+        self._tell_rest()
         request = CloseSessionRequest(session_id=self.session_id, token=self.token, reason=why[:MAX_REASON])
         self.trace.end()
         if self._sending is None or concurrent.futures.wait((self._sending,), SPANS_TIMEOUT_S).done:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from wooly.link import Link
     from wooly.recorder import Lock
+    from wooly.recovery import Recovery
 
 log = logging.getLogger("wooly")
 #: Seconds between two questions whether the first cut of a move is stored.
@@ -98,6 +99,7 @@ class Departures:
         self.stays = ""
         self._busy = threading.Lock()
         self._positions: list[int] = []
+        self._telling: list[tuple[Recovery, tuple[float, int]]] = []
         self._since = 0.0
 
     @property
@@ -121,17 +123,24 @@ class Departures:
         stays, self.stays = self.stays, ""
         return stays or next(filter(None, [link.stays for link in self._links]), "")
 
-    def take_resumed(self) -> Resumed | None:
-        """How the session last went on in another executor. Each is returned once."""
-        found = []
-        for link in self._links:
-            recovery = link.recovery
-            if recovery is not None and recovery.resumed is not None:
-                found.append(recovery.resumed)
-                recovery.resumed = None
+    @property
+    def resumed(self) -> Resumed | None:
+        """How the session last went on in another executor; None: it did not, or the router was told (`told_resumed`)."""
+        found = self._telling = [
+            (r, r.resumed) for link in self._links if (r := link.recovery) is not None and r.resumed
+        ]
         if not found:
             return None
-        return Resumed(seconds=max([seconds for seconds, _ in found]), frames=sum([frames for _, frames in found]))
+        return Resumed(
+            seconds=max([seconds for _, (seconds, _) in found]), frames=sum([frames for _, (_, frames) in found])
+        )
+
+    def told_resumed(self) -> None:
+        """The router was told the last value of `resumed`."""
+        for recovery, told in self._telling:
+            if recovery.resumed is told:
+                recovery.resumed = None
+        self._telling = []
 
     @contextlib.contextmanager
     def _all_locked(self) -> Iterator[None]:
