@@ -306,10 +306,18 @@ def test_passes_remove_dead_and_repeated_instructions_with_reasons(agree):
     assert ways.value(memory, y)[0] == 2.0
 
 
-def test_remove_dead_keeps_an_instruction_that_may_raise():
+@pytest.mark.parametrize(
+    "dead",
+    [
+        lambda t: t.op("embedding", t.input(F32, 8, 4), t.input(I64, 3)),
+        lambda t: t.op("relu", t.input(DType.C64, 4)),
+        lambda t: t.op("gelu", t.input(DType.BOOL, 4)),
+        lambda t: t.op("amax", t.input(F32, 4, 0), (1,)),
+    ],
+)
+def test_remove_dead_keeps_an_instruction_that_may_raise(dead):
     t = Tape()
-    x, i = t.input(F32, 8, 4), t.input(I64, 3)
-    t.free(t.op("embedding", x, i))
+    t.free(dead(t))
     program, _ = t.program()
     assert not compile_program(program).removed
 

@@ -12,20 +12,20 @@ from wooly_compiler.unit import Unit
 
 NAME = "remove-dead"
 
-#: Rows that may raise an error for some integers. They stay, because removing them would remove the error.
-_MAY_RAISE = frozenset({"div_floor", "div_trunc", "remainder", "fmod", "pow"})
-
 
 def _cannot_raise(line: Line) -> bool:
-    """Whether an instruction has no effect but its results: it cannot raise an error."""
+    """Whether an instruction has no effect but its results: it cannot raise an error, which would be removed, too.
+
+    Many rows raise errors for integers (divisions, GELU), for complex numbers (ReLU), or for no numbers at all (maxima).
+    """
     opcode = line.form.opcode
     if opcode in ("copy", "fill"):
         return True
     row = TABLE.get(opcode)
     if row is None or row.family is Family.INDEXING:
         return False
-    floats = all(a.view is not None and kind_of(a.view.dtype) >= NumberKind.FLOAT for a in line.accesses)
-    return opcode not in _MAY_RAISE or floats
+    views = [a.view for a in line.accesses]
+    return all(v is not None and 0 not in v.sizes and kind_of(v.dtype) is NumberKind.FLOAT for v in views)
 
 
 def run(unit: Unit) -> Unit:
