@@ -88,7 +88,7 @@ vllm: setup ## prepare .vllm, an environment with vLLM and this checkout (needs 
 
 .PHONY: test-vllm
 test-vllm: vllm ## vLLM on "cuda": its tokens, its server, its recovery (slow: many minutes)
-	PATH="$(CURDIR)/$(VLLM)/bin:$(CURDIR)/$(BIN):$$PATH" $(VLLM)/bin/python -m pytest -p no:xdist integrations/vllm/tests
+	PATH="$(CURDIR)/$(VLLM)/bin:$(CURDIR)/$(BIN):$$PATH" $(VLLM)/bin/python -m pytest -p no:xdist -o faulthandler_timeout=0 integrations/vllm/tests
 
 .PHONY: bench-serving
 bench-serving: vllm ## servers of vLLM on one device: tokens per second, two against one, P0 beside P4, weights, wake (--json)

@@ -1,1 +1,1 @@
-"""What sessions use of the device, what it costs, and who reports it."""
+"""Bills: counts and prices what each session uses of the device, and publishes the counts."""
