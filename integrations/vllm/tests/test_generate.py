@@ -23,7 +23,11 @@ def continued(llama, prompts, n=16, **more):
     """The tokens that Transformers generates after each prompt."""
     found = []
     for prompt in prompts:
-        out = llama.generate(torch.tensor([prompt]), max_new_tokens=n, do_sample=False, eos_token_id=None, **more)
+        tokens = torch.tensor([prompt])
+        whole = torch.ones_like(
+            tokens
+        )  # else Transformers takes token 0 for padding, if a model's configuration says so
+        out = llama.generate(tokens, attention_mask=whole, max_new_tokens=n, do_sample=False, eos_token_id=None, **more)
         found.append(out[0, len(prompt) :].tolist())
     return found
 

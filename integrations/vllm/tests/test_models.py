@@ -71,7 +71,15 @@ def test_cached_prefixes_and_speculation_with_states_equal_transformers(stack, s
     options = {"enable_prefix_caching": "cached" in how}
     if "speculation" in how:
         options["speculative_config"] = NGRAMS
-    found = stack.cases(saved(name), "states", json.dumps(options), VLLM_USE_V2_MODEL_RUNNER=runner)
+
+    def states():
+        return stack.cases(saved(name), "states", json.dumps(options), VLLM_USE_V2_MODEL_RUNNER=runner)
+
+    if "speculation" in how and (name, runner) == ("mamba2", "0"):
+        with pytest.raises(AssertionError, match="runner V1, which does not count accepted tokens"):
+            states()
+        return
+    found = states()
     assert off_answers(found, local(saved(name)), [*LONG, *PROMPTS, *LONG])[-1] < 1e-4
     assert (found["counted"]["vllm:prefix_cache_hits"] >= 5 * 192) == ("cached" in how)
     assert (found["counted"].get("vllm:spec_decode_num_accepted_tokens", 0) > 100) == ("speculation" in how)
