@@ -1,6 +1,10 @@
 """Checks of modules: in separate processes, with turns of tenants and limits."""
 
 import asyncio
+import fcntl
+import signal
+import struct
+import termios
 import threading
 
 import pytest
@@ -126,6 +130,31 @@ async def test_check_beyond_time_or_memory_is_refused_and_next_succeeds(rig, set
         assert "loads source 0, but the module has 0" in again.refusal
         other = await store.put(encode_module(Module((), (), (), (), (Load(1, 1),))))
         assert "loads source 1, but the module has 0" in (await checks.check(store, "bob", other)).refusal
+
+
+async def test_check_whose_process_is_killed_is_repeated_once(rig, settings):
+    settings.module_workers = 1
+    async with rig() as r:
+        store, checks = BlobStore(r.app.jetstream(), "bob"), r.jobs.modules
+        names = [await store.put(encode_module(Module((), (), (), (), (Load(i, i),)))) for i in range(3)]
+        await checks.check(store, "bob", names[0])
+        (worker,) = checks._all
+
+        async def kill_at_request():
+            process = worker._process
+            process.send_signal(signal.SIGSTOP)
+            await until(lambda: struct.unpack("i", fcntl.ioctl(process.stdin, termios.FIONREAD, bytes(4)))[0])
+            process.kill()
+            await until(lambda: worker._process is not process)
+
+        killing = asyncio.create_task(kill_at_request())
+        assert "loads source 1, but the module has 0" in (await checks.check(store, "bob", names[1])).refusal
+        await killing
+
+        worker._module = "wooly_router.no_such_module"  # its process ends at every start
+        worker.close()
+        found = await checks.check(store, "bob", names[2])
+        assert found.refusal.startswith(ModuleCheckError.code) and "crashed (exit 1)" in found.refusal
 
 
 def test_module_beyond_size_limits_is_refused_before_decoding():

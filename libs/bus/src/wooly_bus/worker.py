@@ -188,7 +188,7 @@ def serve(
         except WisError as e:
             answer = {"error": str(e), "retryable": e.retryable}
         except MemoryError:
-            answer = {"error": f"the compiler needs more memory than its limit of {memory} bytes", "retryable": False}
+            answer = {"error": f"this work needs more memory than its limit of {memory} bytes", "retryable": False}
         if noted:
             answer["steps"] = noted
         answers.write(json.dumps(answer).encode() + b"\n" + found)

@@ -33,7 +33,7 @@ MAX_TENANTS = 10_000
 
 
 class ModuleCheckError(WisError):
-    """A module could not be checked: the check took too long, or the process ended."""
+    """A module could not be checked: the check took too long, or its process ended twice."""
 
     code = "router.module_check"
 
@@ -102,8 +102,10 @@ class ModuleChecks:
                     spool.write(chunk)
                 spool.flush()
                 began = time.monotonic_ns()
+                # The system may have killed the process because of other work; a module that is the cause kills the next, too.
+                request = {"path": spool.name, "after_crash": {"again": True}}
                 work = asyncio.get_running_loop().run_in_executor(
-                    self._threads, process.ask, {"path": spool.name}, "a module", f"{name[:16]}…"
+                    self._threads, process.ask, request, "a module", f"{name[:16]}…"
                 )
                 try:
                     found = json.loads(await work)
