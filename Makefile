@@ -113,6 +113,7 @@ bench: setup ## the benchmarks: the client against local PyTorch, the cores of d
 	$(BIN)/python bench/bytes.py
 	$(BIN)/python bench/kernels.py
 	$(BIN)/python bench/products.py
+	$(BIN)/python bench/one_thread.py
 	$(BIN)/python bench/dispatch.py
 	$(BIN)/python bench/memory.py
 	$(BIN)/python bench/sharing.py

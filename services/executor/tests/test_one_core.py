@@ -73,7 +73,7 @@ def test_limit_holds_during_the_call_only(fails):
             run(None)
     else:
         assert run(None) == 5
-    assert seen == [1] and limit_products(0) == 0
+    assert seen == [1] and limit_products(2) == 2
 
 
 def test_segment_is_divided_between_small_and_large_products():

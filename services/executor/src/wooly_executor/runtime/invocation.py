@@ -28,6 +28,7 @@ from wooly_executor.runtime.calls import (
 from wooly_executor.runtime.device import TorchDevice
 from wooly_executor.runtime.fast_bindings import FAST
 from wooly_executor.runtime.frame import Frame
+from wooly_executor.runtime.one_thread import VECTOR_MATH, VECTOR_MATH_GRAIN
 from wooly_executor.runtime.products import SMALL_PRODUCT
 from wooly_executor.runtime.torch_private import (
     SWITCHES,
@@ -36,7 +37,7 @@ from wooly_executor.runtime.torch_private import (
     set_deterministic,
 )
 
-#: The setting of a small product on a CPU: MKL computes it on the calling core.
+#: The setting of a small product, or of a function of vectors, on a CPU: MKL computes it on the calling core.
 ONE_CORE = "one_core"
 #: Operators that use MKL, among those that pass over their operands.
 _BLAS = frozenset(("dot", "vdot"))
@@ -129,7 +130,8 @@ def settings_of(form: Form, library: LibraryCall, device: TorchDevice) -> tuple[
     """Return the settings of the device's libraries for a call; None: the call depends on no setting.
 
     On a GPU, these are the flags of the form. On a CPU, MKL's products depend on the number of cores: a few of their bits do, and
-    the time that a small product takes. The choice depends on the form alone, so each run of it has the same bits.
+    the time that a small product takes. The choice depends on the form alone, so each run of it has the same bits. MKL's
+    functions of vectors run on one core. If there are many numbers, each of the library's threads runs one on its part.
     """
     if not device.host:
         flags = form.attr("flags")
@@ -139,6 +141,10 @@ def settings_of(form: Form, library: LibraryCall, device: TorchDevice) -> tuple[
     if library.op.namespace != "aten":
         return ()
     name = base_of(library.op.overloadpacket.__name__)[0]
+    if name in VECTOR_MATH:
+        views = [o.view for o in form.operands]
+        small = all(v is not None and v.numel <= VECTOR_MATH_GRAIN for v in views)
+        return None if small or limit_products is None or torch.get_num_threads() == 1 else (ONE_CORE,)
     if name not in _BLAS and (name in ELEMENTWISE or name in INDEXING or name in PASSES):
         return None
     if limit_products is None or torch.get_num_threads() == 1:
@@ -148,16 +154,16 @@ def settings_of(form: Form, library: LibraryCall, device: TorchDevice) -> tuple[
 
 
 def _on_one_core(call: Callable[[Frame], Any]) -> Callable[[Frame], Any]:
-    """Return `call` with MKL's products on the calling core."""
+    """Return `call` with MKL's work on the calling core."""
     limit = limit_products
     assert limit is not None
 
     def run(f: Frame) -> Any:
-        limit(1)
+        before = limit(1)
         try:
             return call(f)
         finally:
-            limit(0)
+            limit(before)
 
     return run
 

@@ -52,6 +52,7 @@ from wooly_executor.runtime.invocation import (
     settings_of,
     with_size_check,
 )
+from wooly_executor.runtime.one_thread import Threads, choice, on_one_thread
 from wooly_executor.runtime.parts import on_part, part_of
 from wooly_executor.runtime.prepared import Act, Launch, PreparedProgram
 from wooly_executor.runtime.products import SplitProduct
@@ -465,6 +466,8 @@ class _Preparation:
     def _compute(self, form: Form, slots: tuple[int, ...], anew: tuple[int, LibraryCall] | None) -> None:
         out, library = anew or (None, library_call(form))
         library = self._device.library(library, form)
+        gradients = gradients_of(form)
+        threads = choice(library, form) if self._device.host and gradients is None else Threads.ANY
         covers = writes_all(library.op) or getattr(library.instead, "writes_all", False)
         word = word_of(library)
         if word is not None:
@@ -480,15 +483,16 @@ class _Preparation:
                 registers[k] = self._operand(slots[k], _required_view(operand.view))
         for k, view in readings(form):
             registers[k] = self._read(view, registers[k], slots[k])
-        gradients = gradients_of(form)
         operands = list(registers.values())
         if gradients is not None:  # each operand gets its own register, even if two operands are the same tensor
             registers = {k: self._new_register(slots[k]) for k in registers}
         called = calling(form, library, registers, self._first_param, self._device)
         call = flagged(called, form, library, self._device)
+        if threads is Threads.ONE:
+            call = on_one_thread(call)
         if form.attr("deterministic"):
             call = deterministic(call)
-        invoke = self._traced(form, library, registers) if gradients is None else None
+        invoke = self._traced(form, library, registers, threads) if gradients is None else None
         if waiting and not self._device.host:  # a segment with such a step could not be captured
             invoke = None
         if any(a.is_out for a in schema_of(library.op).arguments):
@@ -522,7 +526,7 @@ class _Preparation:
         if waiting:
             self._mark_uncapturable()
 
-    def _traced(self, form: Form, library: LibraryCall, registers: dict[int, int]) -> Invoke | None:
+    def _traced(self, form: Form, library: LibraryCall, registers: dict[int, int], threads: Threads) -> Invoke | None:
         """Describe the call for `segments`; None if the step is more than a call."""
         schema = schema_of(library.op)
         if form.attr("rng") is not None or form.attr("deterministic"):
@@ -542,7 +546,15 @@ class _Preparation:
             return None
         flags = settings_of(form, library, self._device)
         return Invoke(
-            library, registers, self._first_param, form.params, typed, self._device.named, zeros=zeros, flags=flags
+            library,
+            registers,
+            self._first_param,
+            form.params,
+            typed,
+            self._device.named,
+            zeros=zeros,
+            flags=flags,
+            threads=threads,
         )
 
     def _read(self, view: Callable[[Tensor], Tensor], source: int, slot: int) -> int:

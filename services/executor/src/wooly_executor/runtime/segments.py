@@ -24,6 +24,7 @@ from wooly_executor.runtime.bindings import gathering, picker, scatter
 from wooly_executor.runtime.calls import Fill, LibraryCall, constant_tree, filler, refers
 from wooly_executor.runtime.fresh_memory import on_zeros
 from wooly_executor.runtime.invocation import with_flags
+from wooly_executor.runtime.one_thread import Threads, on_one_thread
 from wooly_executor.runtime.products import SplitProduct
 from wooly_executor.runtime.torch_private import OpOverload, interpret, schema_of
 
@@ -115,6 +116,7 @@ class Invoke:
         trusted: for each result, what the last check found about its layout.
         zeros: the operator needs zeroed memory (see `fresh_memory`).
         flags: the settings of CUDA's libraries that it asks for; None: it follows none of them.
+        threads: how many threads of a CPU it should use.
     """
 
     call: LibraryCall
@@ -128,6 +130,7 @@ class Invoke:
     trusted: list[Layout] = field(default_factory=list)
     zeros: bool = False
     flags: tuple[str, ...] | None = None
+    threads: Threads = Threads.ANY
 
 
 def has_fixed_layout(step: Invoke) -> bool:
@@ -184,12 +187,15 @@ class Segment:
         self._freed: set[str] = set()
         self._zeros = False
         self._flags: tuple[str, ...] | None = None
+        self._threads = Threads.ANY
 
     def clashes(self, step: Trace) -> bool:
-        """Whether the step asks for other settings of CUDA's libraries than the steps before it."""
-        if not isinstance(step, Invoke) or step.flags is None or self._flags is None:
+        """Whether the step asks for other settings of libraries, or other threads, than the steps before it."""
+        if not isinstance(step, Invoke):
             return False
-        return step.flags != self._flags
+        if Threads.ANY not in (step.threads, self._threads) and step.threads is not self._threads:
+            return True
+        return None not in (step.flags, self._flags) and step.flags != self._flags
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -270,6 +276,8 @@ class Segment:
                 self._define([register_name(step.results[k])], "as_strided", laid, at, None)
         if step.flags is not None:
             self._flags = step.flags
+        if step.threads is not Threads.ANY:
+            self._threads = step.threads
         self.calls += 1
         self._zeros = self._zeros or step.zeros
 
@@ -482,6 +490,8 @@ class Segment:
                     b[i] = None
 
         done = with_flags(run, self._flags) if self._flags else run
+        if self._threads is Threads.ONE:
+            done = on_one_thread(done)
         return on_zeros(done) if self._zeros else done
 
 

@@ -180,23 +180,33 @@ zero_fill = _allocator_switch("FLAGS_caffe2_cpu_allocator_do_zero_fill")
 junk_fill = _allocator_switch("FLAGS_caffe2_cpu_allocator_do_junk_fill")
 
 
-def _limit_of_products() -> Callable[[int], int] | None:
-    """Return MKL's function that sets the number of cores for products of the calling thread; None: this build has no MKL.
+def _function_of_cpu(name: str, *, takes: bool) -> Callable[..., int] | None:
+    """Return a function of torch's library for CPUs, or of a library that it loads; None: this build does not have it.
 
     The function keeps the interpreter's lock, because it takes less than the time to get the lock back.
+
+    Args:
+        name: its name; it returns an `int`.
+        takes: whether it takes an `int`, or nothing.
     """
     ending = {"win32": "torch_cpu.dll", "darwin": "libtorch_cpu.dylib"}.get(sys.platform, "libtorch_cpu.so")
     try:
-        found = ctypes.PyDLL(str(Path(torch.__file__).parent / "lib" / ending)).MKL_Set_Num_Threads_Local
+        found = getattr(ctypes.PyDLL(str(Path(torch.__file__).parent / "lib" / ending)), name)
     except (OSError, AttributeError):
         return None
-    found.argtypes, found.restype = [ctypes.c_int], ctypes.c_int
-    call: Callable[[int], int] = found
+    found.argtypes, found.restype = [ctypes.c_int] if takes else [], ctypes.c_int
+    call: Callable[..., int] = found
     return call
 
 
-#: `limit_products(n)`: products of the calling thread use at most `n` cores from now on; 0: as many as other operators.
-limit_products = _limit_of_products()
+#: `limit_products(n)`: MKL's work of the calling thread uses at most `n` cores from now on. It returns the limit before, which is
+#: torch's number in each thread. 0: as many as the thread's other operators, so `limit_threads` would also limit MKL.
+limit_products: Callable[[int], int] | None = _function_of_cpu("MKL_Set_Num_Threads_Local", takes=True)
+#: `limit_threads(n)`: the calling thread's other operators use at most `n` threads from now on. The result has no meaning.
+#: `torch.set_num_threads` would also change MKL's number, for all threads.
+limit_threads: Callable[[int], int] | None = _function_of_cpu("omp_set_num_threads", takes=True)
+#: The number of threads that the calling thread's operators use now.
+threads_of_this_thread: Callable[[], int] | None = _function_of_cpu("omp_get_max_threads", takes=False)
 
 
 def interpret_plainly() -> None:
