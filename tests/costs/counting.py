@@ -69,18 +69,26 @@ def count(work: Callable[[], Any], repeat: int = 25, before: Callable[[], Any] =
 
 def _counted_by_tracing(work: Callable[[], Any]) -> Counter[CodeType]:
     """Count with `sys.settrace`. Python 3.11 has nothing else."""
-    found: Counter[CodeType] = Counter()
+    counters: dict[int, tuple[CodeType, list[int], Any]] = {}  # by identity: the hash of a code object is slow
 
-    def inside(frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "opcode":
-            found[frame.f_code] += 1
+    def counter_of(code: CodeType) -> Any:
+        seen = [0]
+
+        def inside(frame: FrameType, event: str, arg: Any) -> Any:
+            if event == "opcode":
+                seen[0] += 1
+            return inside
+
+        counters[id(code)] = code, seen, inside
         return inside
 
     def called(frame: FrameType, event: str, arg: Any) -> Any:
-        if not name_of(frame.f_code):
+        code = frame.f_code
+        known = counters.get(id(code))
+        if known is None and not name_of(code):
             return None  # not ours: it runs at full speed
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return inside
+        return counter_of(code) if known is None else known[2]
 
     before = sys.gettrace()
     sys.settrace(called)
@@ -88,6 +96,9 @@ def _counted_by_tracing(work: Callable[[], Any]) -> Counter[CodeType]:
         work()
     finally:
         sys.settrace(before)
+    found: Counter[CodeType] = Counter()
+    for code, seen, _ in counters.values():
+        found[code] += seen[0]
     return found
 
 

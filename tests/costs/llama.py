@@ -383,39 +383,27 @@ def measured(folder: Path) -> dict[str, Any]:
         of |= {group: n / LAYERS for group, n in grouped(functions).items()}
         of["us per call"] = cpu_ns(passes) / 1e3 / calls
         if isinstance(runtime, GpuRuntime):
-            before = runtime.graphs.replayed
-            passes.send()
-            passes.run()
-            of["replays per program"] = (runtime.graphs.replayed - before) / LAYERS
+            of["replays per program"] = replays_per_program(passes, runtime)
             of["us to find a graph"] = finding_ns(passes, runtime) / 1e3 if of["replays per program"] else 0.0
         passes.device.close()
     return found
 
 
-def replays_per_program(folder: Path) -> dict[str, float]:
-    """The number of replays per program of a forward pass and of a decode step, with graphs."""
-    with client():
-        programs = {"prefill": recorded_layer(folder), "decode": recorded_layer(folder, decoding=True)}
-    found = {}
-    for name, raw in programs.items():
-        runtime = fake_gpu(graphs=True)
-        passes = forward(folder, raw, runtime)
-        before = runtime.graphs.replayed
-        passes.send()
-        passes.run()
-        found[name] = (runtime.graphs.replayed - before) / LAYERS
-        passes.device.close()
-    return found
+def replays_per_program(passes: Forward, runtime: GpuRuntime) -> float:
+    """The number of replays per program of a pass, with graphs."""
+    before = runtime.graphs.replayed
+    passes.send()
+    passes.run()
+    return (runtime.graphs.replayed - before) / LAYERS
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
-    parser.add_argument("--replays", action="store_true", help="count only replays, and print them as JSON")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="wooly-costs-") as name:
-        found: dict[str, Any] = replays_per_program(Path(name)) if args.replays else measured(Path(name))
-    if args.json or args.replays:
+        found = measured(Path(name))
+    if args.json:
         print(json.dumps(found))
         return
     ways = [name for name, of in found.items() if isinstance(of, dict)]

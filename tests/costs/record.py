@@ -14,7 +14,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[2]
 #: The accepted figures of this release of Python.
@@ -42,45 +41,37 @@ OPERATIONS = {
         "native client: 16 layers of a Llama",
     ),
 }
-#: Printed by the measuring process if there are no native kernels.
-NO_NATIVE = {"reason": "wooly-native is not installed"}
 Costs = dict[str, dict[str, int]]
+#: By pass of a Llama on a GPU with graphs: the replays per program.
+Replays = dict[str, float]
 
 
-def measured(native: str) -> Costs:
+def measured(native: str) -> tuple[Costs, Replays]:
     """Measure the operations in a process of its own: by operation, the instructions of each function. Empty: no native kernels.
 
     Args:
         native: WOOLYAI_NATIVE of the process.
     """
-    found: Costs = elsewhere("tests.costs.record", "--measure", native, native=native)
-    return found
-
-
-def elsewhere(module: str, *arguments: str, native: str) -> Any:
-    """Run a module in a process of its own. Returns its last line of output, which is JSON.
-
-    Args:
-        module: the module.
-        arguments: its arguments.
-        native: WOOLYAI_NATIVE of the process.
-    """
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("WOOLYAI_", "WOOLY_", "COV_", "PYTEST_"))}
     environment |= {"WOOLYAI_NATIVE": native, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
+        [sys.executable, "-m", "tests.costs.record", "--measure", native],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert not done.returncode, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    costs, replays = json.loads(done.stdout.splitlines()[-1])
+    return costs, replays
 
 
-def measure(native: str) -> Costs:
+def measure(native: str) -> tuple[Costs, Replays]:
     """Measure the operations in this process; see `measured`."""
-    return {name: dict(counted) for name, counted in zip(OPERATIONS[native], _all(native), strict=True)}
+    replays: Replays = {}
+    return {
+        name: dict(counted) for name, counted in zip(OPERATIONS[native], _all(native, replays), strict=True)
+    }, replays
 
 
-def _all(native: str) -> Iterator[Counter[str]]:
+def _all(native: str, replays: Replays) -> Iterator[Counter[str]]:
     from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 
     from tests.costs import llama, operations
@@ -95,15 +86,23 @@ def _all(native: str) -> Iterator[Counter[str]]:
                 yield count(work())
             if native != "off":
                 return
+            step = llama.recorded_layer(folder, decoding=True)
         device = operations.Device(folder, programs)
         yield count(operations.running(device, "1"))
         yield count(operations.running_and_reading(device, "1"))
         yield count(operations.running(device, "33"))
         device.close()
-        for runtime in (TorchCpuRuntime(), llama.fake_gpu(graphs=False), llama.fake_gpu(graphs=True)):
+        graphed = llama.fake_gpu(graphs=True)
+        for runtime in (TorchCpuRuntime(), llama.fake_gpu(graphs=False), graphed):
             passes = llama.forward(folder, layer, runtime)
             yield llama.counted(passes)
+            if runtime is graphed:
+                replays["prefill"] = llama.replays_per_program(passes, graphed)
             passes.device.close()
+        graphed = llama.fake_gpu(graphs=True)
+        passes = llama.forward(folder, step, graphed)
+        replays["decode"] = llama.replays_per_program(passes, graphed)
+        passes.device.close()
     yield count(operations.dispatch_decisions())
     yield count(operations.placement_decisions())
 
@@ -125,10 +124,10 @@ def main() -> None:
         from wooly import native
 
         available = args.measure == "off" or native.module is not None
-        print(json.dumps(measure(args.measure) if available else {}))
+        print(json.dumps(measure(args.measure) if available else ({}, {})))
         return
     known = json.loads(ACCEPTED.read_text()) if ACCEPTED.exists() else {}
-    found = {name: functions for native in OPERATIONS for name, functions in measured(native).items()}
+    found = {name: functions for native in OPERATIONS for name, functions in measured(native)[0].items()}
     for name, functions in found.items():
         before = total(known.get(name, {}))
         change = f"{100 * (total(functions) - before) / before:+.1f} %" if before else "new"

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.costs.record import ACCEPTED, OPERATIONS, Costs, elsewhere, measured, total
+from tests.costs.record import ACCEPTED, OPERATIONS, measured, total
 
 #: Change of a count, in percent, that needs to be accepted. Releases of one minor version of Python may differ by less.
 TOLERANCE = 1.0
@@ -38,7 +38,7 @@ def compare(name: str, before: dict[str, int], now: dict[str, int]) -> None:
 def test_operation_costs_what_was_accepted(native: str, name: str) -> None:
     if not ACCEPTED.exists():
         pytest.skip(f"no costs are accepted for this release of Python; {CURE}")
-    found: Costs = measured_once(native)
+    found, _ = measured_once(native)
     if not found:
         pytest.skip("wooly-native is not there, so native calls cannot be counted: make native")
     compare(name, json.loads(ACCEPTED.read_text())[name], found[name])
@@ -46,7 +46,8 @@ def test_operation_costs_what_was_accepted(native: str, name: str) -> None:
 
 def test_each_program_of_a_llama_is_one_replay_on_a_gpu_with_graphs() -> None:
     """Attention, products and index checks are in the graph, and each of the layers has one."""
-    assert elsewhere("tests.costs.llama", "--replays", native="off") == {"prefill": 1.0, "decode": 1.0}
+    _, replays = measured_once("off")
+    assert replays == {"prefill": 1.0, "decode": 1.0}
 
 
 def test_growth_of_a_function_is_reported_with_its_name_and_the_cure() -> None:
