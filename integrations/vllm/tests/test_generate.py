@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 pytestmark = [pytest.mark.slow, pytest.mark.connected, pytest.mark.timeout(1200)]
 PROMPTS = [list(range(k, 9 * k)) for k in (1, 2, 3, 4)]
@@ -14,9 +13,16 @@ LONG = [[*range(1, 201), k, k + 1] for k in range(3)]
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
+def local(folder):
+    """A model of Transformers on the CPU."""
+    from transformers import AutoModelForCausalLM  # here, because collecting tests imports this module
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
 @pytest.fixture(scope="module")
 def llama(model):
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    return local(model)
 
 
 def continued(llama, prompts, n=16, **more):
@@ -121,10 +127,10 @@ def test_adapters_equal_peft(stack, model, llama, tmp_path):
     want = {"base": continued(llama, PROMPTS)}
     for k in (1, 2):
         torch.manual_seed(k)
-        plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        plain = local(model)
         config = LoraConfig(r=8, lora_alpha=16, target_modules=names, init_lora_weights=False)
         get_peft_model(plain, config).save_pretrained(tmp_path / f"adapter{k}")
-        plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        plain = local(model)
         want[k] = continued(PeftModel.from_pretrained(plain, tmp_path / f"adapter{k}").eval(), PROMPTS)
     found = stack.cases(model, "adapters", tmp_path / "adapter1", tmp_path / "adapter2")
     assert found["base"] == want["base"] and found["first"] == want[1] != want["base"]

@@ -4,10 +4,9 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from integrations.vllm.tests import random_models
-from integrations.vllm.tests.test_generate import ALIKE, LONG, NGRAMS, PROMPTS, continued
+from integrations.vllm.tests.test_generate import ALIKE, LONG, NGRAMS, PROMPTS, continued, local
 
 pytestmark = [pytest.mark.slow, pytest.mark.connected, pytest.mark.timeout(1200)]
 #: Formats that also round activations to eight bits. The others keep them.
@@ -30,10 +29,6 @@ def saved(tmp_path_factory):
         return made[name]
 
     return save
-
-
-def local(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def differences(found, *models):

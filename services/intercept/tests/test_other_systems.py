@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from wooly_testkit.executor import executor_process
+from wooly_testkit.forks import Forked
 
 ROOT = Path(__file__).parents[3]
 #: Folders of the packages that a client loads.
@@ -34,7 +35,7 @@ def modules():
 def test_client_without_names_of_unix_works_over_tcp():
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
-    with executor_process(port=port) as running:
+    with executor_process(port=port, start=Forked) as running:
         told = subprocess.run(
             [sys.executable, str(Path(__file__).with_name("without_unix.py")), running.endpoints[1], running.token],
             input="\n".join(modules()),
