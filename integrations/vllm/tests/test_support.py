@@ -1,10 +1,9 @@
 """What the plugin refuses, and when it is active. These tests need no vLLM."""
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
+from wooly_testkit import forks
 from wooly_vllm import support
 
 NGRAM = SimpleNamespace(method="ngram")
@@ -111,7 +110,8 @@ def test_release_is_tested_by_its_first_two_numbers():
     assert not support.is_tested("0.3.2") and not support.is_tested("1.32.0")
 
 
-def test_plugin_without_wooly_device_names_no_platform():
+def test_plugin_without_wooly_device_names_no_platform(tmp_path):
     """In a process of its own, because other tests may have attached a device to this one."""
-    asked = "import wooly_vllm; print(wooly_vllm.platform_plugin())"
-    assert subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout == "None\n"
+    (tmp_path / "asks.py").write_text("import wooly_vllm; print(wooly_vllm.platform_plugin())")
+    done = forks.run("asks", like="wooly", cwd=tmp_path, timeout=60)
+    assert done.returncode == 0 and done.stdout == "None\n", done.stderr
