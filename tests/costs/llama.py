@@ -108,7 +108,7 @@ def layers_of_client() -> Callable[[], Any]:
                 held = layer(held, w)
         recorder.flush()
 
-    for _ in range(64):
+    for _ in range(16):
         work()
         torch.cuda.synchronize()
     return work
