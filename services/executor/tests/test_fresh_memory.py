@@ -85,7 +85,26 @@ def rnn_operands():
     return {f"i{k}": torch.randn(s, generator=generator) for k, s in enumerate(shapes)}
 
 
-CALLS = {"ctc_loss": (ctc_loss, ctc_operands), "rnn_layer": (rnn_layer, rnn_operands)}
+def batch(wis):
+    """A batch of products without a share of its operands: oneDNN writes nothing."""
+    views = [wis.at(DType.BF16, 1, 64), wis.at(DType.BF16, 2, 4, 8), wis.at(DType.BF16, 2, 8, 64)]
+    out = wis.at(DType.BF16, 2, 4, 64)
+    operands = [("in", name, v) for name, v in zip("abc", views, strict=True)]
+    args = tuple([wis.ref(k) for k in range(3)])
+    more = (("alpha", 0), ("beta", 0))
+    return wis.body().alloc("y", out.end).call("aten.baddbmm.default", *operands, ("out", "y", out), args=args, kwargs=more)
+
+
+def batch_operands():
+    shapes = {"a": (1, 64), "b": (2, 4, 8), "c": (2, 8, 64)}
+    return {name: torch.ones(s, dtype=torch.bfloat16) for name, s in shapes.items()}
+
+
+CALLS = {
+    "ctc_loss": (ctc_loss, ctc_operands),
+    "rnn_layer": (rnn_layer, rnn_operands),
+    "batch": (batch, batch_operands),
+}
 
 
 def left(runtime, body, operands, runs=1, params=()):

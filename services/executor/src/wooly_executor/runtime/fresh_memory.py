@@ -53,12 +53,22 @@ WRITE_ALL: Final = frozenset(
     )
 )
 
+#: Operators of the op table that may write nothing on a CPU with numbers of 16 bits: here, if `alpha` and `beta` are 0.
+_NOT_HALVES: Final = frozenset(("baddbmm",))
 
-def writes_all(op: OpOverload) -> bool:
-    """Whether an operator is known to write every element of every result. Nothing is known about extension operators."""
+
+def writes_all(op: OpOverload, *, halves_on_host: bool = False) -> bool:
+    """Whether an operator is known to write every element of every result. Nothing is known about extension operators.
+
+    Args:
+        op: the operator.
+        halves_on_host: a CPU computes it with numbers of 16 bits.
+    """
     if op.namespace != "aten":
         return False
     name = op.overloadpacket.__name__.removesuffix("_")
+    if halves_on_host and name in _NOT_HALVES:
+        return False
     return name in _known() or name.removeprefix("_foreach_") in _known()
 
 

@@ -468,7 +468,7 @@ class _Preparation:
         library = self._device.library(library, form)
         gradients = gradients_of(form)
         threads = choice(library, form) if self._device.host and gradients is None else Threads.ANY
-        covers = writes_all(library.op) or getattr(library.instead, "writes_all", False)
+        covers = self._writes_all(form, library) or getattr(library.instead, "writes_all", False)
         word = word_of(library)
         if word is not None:
             self.out.words.append((self._act, word))
@@ -526,6 +526,11 @@ class _Preparation:
         if waiting:
             self._mark_uncapturable()
 
+    def _writes_all(self, form: Form, library: LibraryCall) -> bool:
+        """Whether the call is known to write every element of every result."""
+        halves = any(o.view is not None and o.view.dtype in (DType.F16, DType.BF16) for o in form.operands)
+        return writes_all(library.op, halves_on_host=halves and self._device.host)
+
     def _traced(self, form: Form, library: LibraryCall, registers: dict[int, int], threads: Threads) -> Invoke | None:
         """Describe the call for `segments`; None if the step is more than a call."""
         schema = schema_of(library.op)
@@ -541,7 +546,7 @@ class _Preparation:
             if form.params or any(v is not None and v.dtype.kind == "complex" for v in views):
                 return None
         typed = typed_params(form, library)
-        zeros = not writes_all(library.op)
+        zeros = not self._writes_all(form, library)
         if zeros and not self._device.host:
             return None
         flags = settings_of(form, library, self._device)
