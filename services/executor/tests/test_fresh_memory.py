@@ -87,16 +87,20 @@ def rnn_operands():
 
 def batch(wis):
     """A batch of products without a share of its operands: oneDNN writes nothing."""
-    views = [wis.at(DType.BF16, 1, 64), wis.at(DType.BF16, 2, 4, 8), wis.at(DType.BF16, 2, 8, 64)]
-    out = wis.at(DType.BF16, 2, 4, 64)
+    views = [wis.at(DType.BF16, 1, 512), wis.at(DType.BF16, 2, 4, 16), wis.at(DType.BF16, 2, 16, 512)]
+    out = wis.at(DType.BF16, 2, 4, 512)
     operands = [("in", name, v) for name, v in zip("abc", views, strict=True)]
     args = tuple([wis.ref(k) for k in range(3)])
     more = (("alpha", 0), ("beta", 0))
-    return wis.body().alloc("y", out.end).call("aten.baddbmm.default", *operands, ("out", "y", out), args=args, kwargs=more)
+    return (
+        wis.body()
+        .alloc("y", out.end)
+        .call("aten.baddbmm.default", *operands, ("out", "y", out), args=args, kwargs=more)
+    )
 
 
 def batch_operands():
-    shapes = {"a": (1, 64), "b": (2, 4, 8), "c": (2, 8, 64)}
+    shapes = {"a": (1, 512), "b": (2, 4, 16), "c": (2, 16, 512)}
     return {name: torch.ones(s, dtype=torch.bfloat16) for name, s in shapes.items()}
 
 

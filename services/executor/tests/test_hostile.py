@@ -203,7 +203,7 @@ def test_layers_results_do_not_depend_on_new_memory(layers):
 
 
 def test_unwritten_without_zeroing_finds_dependent_results(layers, monkeypatch):
-    monkeypatch.setattr(preparation, "writes_all", lambda op, **_: True)  # turns the zeroing off
+    monkeypatch.setattr(preparation, "fills_results", lambda *_, **__: True)  # turns the zeroing off
     assert dependent(layers) >= {"aten._ctc_loss.default", "aten.mkldnn_rnn_layer.default"}
 
 

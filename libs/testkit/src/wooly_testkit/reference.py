@@ -28,7 +28,7 @@ from wooly_executor.runtime.calls import (
 )
 from wooly_executor.runtime.device import HOST
 from wooly_executor.runtime.foreign import arguments_of
-from wooly_executor.runtime.fresh_memory import on_zeros, writes_all
+from wooly_executor.runtime.fresh_memory import fills_results, on_zeros
 from wooly_executor.runtime.guards import guarded
 from wooly_executor.runtime.invocation import check_size
 from wooly_executor.runtime.protocol import Execution, Outcome
@@ -227,7 +227,7 @@ class ReferenceRuntime(TorchCpuRuntime):
             for k, t in zip(results, gained, strict=True):
                 tensor(k).copy_(t)
             return
-        value = (call if writes_all(library.op) else on_zeros(call))(operands)
+        value = (call if fills_results(library.op, form, host=True) else on_zeros(call))(operands)
         for k, operand in enumerate(form.operands):
             if operand.role is Role.INOUT and operand.view is not None:
                 check_size(operands[k], operand.view.sizes)

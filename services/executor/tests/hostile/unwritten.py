@@ -126,7 +126,7 @@ class Child:
 def work(path, pattern, trusting):
     """Answer the jobs on standard input, one JSON object per line."""
     if trusting:
-        preparation.writes_all = lambda op, **_: True
+        preparation.fills_results = lambda *_, **__: True
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
     nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -14,8 +14,10 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 import torch
+from wooly_wis.dtypes import DType
 from wooly_wis.externs import allowed
 from wooly_wis.optable import TABLE
+from wooly_wis.program import Form
 
 from wooly_executor.runtime.torch_private import OpOverload, zero_fill
 
@@ -57,19 +59,19 @@ WRITE_ALL: Final = frozenset(
 _NOT_HALVES: Final = frozenset(("baddbmm",))
 
 
-def writes_all(op: OpOverload, *, halves_on_host: bool = False) -> bool:
-    """Whether an operator is known to write every element of every result. Nothing is known about extension operators.
-
-    Args:
-        op: the operator.
-        halves_on_host: a CPU computes it with numbers of 16 bits.
-    """
+def writes_all(op: OpOverload) -> bool:
+    """Whether an operator is known to write every element of every result. Nothing is known about extension operators."""
     if op.namespace != "aten":
         return False
     name = op.overloadpacket.__name__.removesuffix("_")
-    if halves_on_host and name in _NOT_HALVES:
-        return False
     return name in _known() or name.removeprefix("_foreach_") in _known()
+
+
+def fills_results(op: OpOverload, form: Form, *, host: bool) -> bool:
+    """Whether an operator is known to write every element of the results of a form, on a CPU (`host`) or a GPU."""
+    if host and op.overloadpacket.__name__.removesuffix("_") in _NOT_HALVES:
+        return not any(o.view is not None and o.view.dtype in (DType.F16, DType.BF16) for o in form.operands)
+    return writes_all(op)
 
 
 @functools.cache

@@ -39,7 +39,7 @@ from wooly_executor.runtime.calls import (
 from wooly_executor.runtime.device import HOST, TorchDevice
 from wooly_executor.runtime.foreign import Foreign, arguments_of
 from wooly_executor.runtime.frame import Frame, Step
-from wooly_executor.runtime.fresh_memory import writes_all
+from wooly_executor.runtime.fresh_memory import fills_results
 from wooly_executor.runtime.gpu_attention import Attention
 from wooly_executor.runtime.gpu_ranges import word_of
 from wooly_executor.runtime.guards import guarded, looks_at_values
@@ -468,7 +468,9 @@ class _Preparation:
         library = self._device.library(library, form)
         gradients = gradients_of(form)
         threads = choice(library, form) if self._device.host and gradients is None else Threads.ANY
-        covers = self._writes_all(form, library) or getattr(library.instead, "writes_all", False)
+        covers = fills_results(library.op, form, host=self._device.host) or getattr(
+            library.instead, "writes_all", False
+        )
         word = word_of(library)
         if word is not None:
             self.out.words.append((self._act, word))
@@ -526,11 +528,6 @@ class _Preparation:
         if waiting:
             self._mark_uncapturable()
 
-    def _writes_all(self, form: Form, library: LibraryCall) -> bool:
-        """Whether the call is known to write every element of every result."""
-        halves = any(o.view is not None and o.view.dtype in (DType.F16, DType.BF16) for o in form.operands)
-        return writes_all(library.op, halves_on_host=halves and self._device.host)
-
     def _traced(self, form: Form, library: LibraryCall, registers: dict[int, int], threads: Threads) -> Invoke | None:
         """Describe the call for `segments`; None if the step is more than a call."""
         schema = schema_of(library.op)
@@ -546,7 +543,7 @@ class _Preparation:
             if form.params or any(v is not None and v.dtype.kind == "complex" for v in views):
                 return None
         typed = typed_params(form, library)
-        zeros = not self._writes_all(form, library)
+        zeros = not fills_results(library.op, form, host=self._device.host)
         if zeros and not self._device.host:
             return None
         flags = settings_of(form, library, self._device)
