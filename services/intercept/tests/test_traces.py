@@ -1,6 +1,7 @@
 """Traces: the spans of the client, and the waterfall that the command line prints."""
 
 import io
+import logging
 import sys
 
 from opentelemetry import trace
@@ -81,10 +82,14 @@ def test_client_trace_has_own_provider_and_root():
     assert controller.asked[0].credential == "secret" and trace.get_tracer_provider() is before
 
 
-def test_send_refused_spans_raises_nothing():
+def test_send_refused_spans_raises_nothing_and_shows_no_message_of_level_info(caplog):
     mine = ClientTrace("session")
     mine.end("OSError")
-    mine.send(Controller(fails=True), "task", "")
+    with caplog.at_level(logging.DEBUG, logger="wooly"):
+        mine.send(Controller(fails=True), "task", "")
+    (record,) = caplog.records
+    assert "did not accept the spans" in record.message
+    assert record.levelno == logging.DEBUG
 
 
 def test_client_trace_with_opentelemetry_disabled_sends_nothing(monkeypatch):

@@ -77,7 +77,8 @@ class ClientTrace:
                 request = AddSpansRequest(task_id=task_id, credential=credential, spans=tuple(self._queue.take()))
                 controller.ask(contracts.ROUTER_TRACE_ADD, request, timeout=1.0)
         except Exception as e:
-            log.info("the router did not accept the spans of this process, so they are dropped: %s", e)
+            # Most routers of a single run keep no traces. A script that shows all messages of level INFO must not see this one.
+            log.debug("the router did not accept the spans of this process, so they are dropped: %s", e)
 
     def flush(self) -> None:
         """Wait at most `FLUSH_MS` until the collector has the spans, if a collector is configured."""
