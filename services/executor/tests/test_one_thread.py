@@ -312,6 +312,13 @@ def test_operators_whose_bits_depend_on_threads_use_all():
     assert choice(aten.silu.default, view((256, 256), strides=(1, 256))) is Threads.ALL
 
 
+def test_work_of_a_selection_is_that_of_its_result():
+    table, places = view((50_000, 64)), view((1000,), DType.I64)
+    assert choice(aten.embedding.default, table, places, out=view((1000, 64))) is Threads.ONE
+    assert choice(aten.embedding.default, table, places, out=view((10, 64))) is Threads.ANY
+    assert choice(aten.embedding.default, table, places, out=view((10_000, 64))) is Threads.ALL
+
+
 def test_product_of_mkl_and_single_row_fit_to_any_number():
     factor, row = view((256, 256)), view((1, 1024))
     assert choice(aten.mm.default, factor, factor) is Threads.ANY

@@ -62,6 +62,8 @@ _EXACT = """
 EXACT: Final = frozenset(_EXACT.split())
 #: Members of `EXACT` that multiply by `alpha` first. With 16 bits, the library rounds this product only in vectors.
 _WITH_ALPHA = frozenset(("add", "sub", "rsub"))
+#: Members of `EXACT` that read as many elements of their first operand as the result has.
+_PICKS = frozenset(("embedding", "index", "index_select"))
 #: Sums and the like: one thread computes a number of the result. A single number is computed by all.
 ALONG: Final = frozenset(("amax", "amin", "argmax", "argmin", "max", "mean", "min", "sum"))
 ALIGNED: Final = frozenset(
@@ -107,8 +109,9 @@ def threads_for(library: LibraryCall, form: Form, threads: int) -> Threads:
         return Threads.ANY if all(v.dtype in _OF_MKL for v in known) else Threads.ALL
     if name not in _TABLES:
         return Threads.ALL
-    most = max([v.numel for v in known])
-    if name in ALONG and any(o.view is not None and o.view.numel == 1 for o in form.operands if o.role is Role.OUT):
+    made = [o.view.numel for o in form.operands if o.view is not None and o.role is Role.OUT]
+    most = max(made if made and name in _PICKS else [v.numel for v in known])
+    if name in ALONG and 1 in made:
         return Threads.ANY if most < GRAIN else Threads.ALL
     if most < _GRAINS.get(name, GRAIN):
         return Threads.ANY
