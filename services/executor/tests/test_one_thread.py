@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from wooly_executor.runtime.one_thread import (
     ROWS,
     VECTOR_MATH,
     Threads,
+    choice_of_copy,
     on_one_thread,
     threads_for,
 )
@@ -377,7 +379,32 @@ def test_segment_is_divided_between_one_thread_and_all():
     assert not segment.clashes(step(Threads.ONE)) and not segment.clashes(step(Threads.ALL))
     segment.add(step(Threads.ONE), 1)
     assert segment.clashes(step(Threads.ALL)) and not segment.clashes(step(Threads.ANY))
-    assert not segment.clashes(Write(aten.copy_.default, (0, 1)))
+    copy = Write(aten.copy_.default, (0, 1))
+    assert not segment.clashes(copy) and not segment.clashes(copy._replace(threads=Threads.ONE))
+    assert segment.clashes(copy._replace(threads=Threads.ALL))
+
+
+def test_segment_with_a_copy_on_one_thread_is_on_one_thread():
+    segment, seen = Segment(), []
+    segment.add(Write(aten.copy_.default, (0, 1), threads=Threads.ONE), 0)
+    run, _ = segment.compile(lambda name: True)
+
+    class Registers(list):
+        def __getitem__(self, k):
+            seen.append(threads_of_this_thread())
+            return super().__getitem__(k)
+
+    x, y = torch.zeros(4), torch.ones(4)
+    run(SimpleNamespace(registers=Registers([x, y]), bases=[], params=[]))
+    assert {*seen} == {1} and x.sum() == 4 and threads_of_this_thread() == 2
+
+
+def test_copy_and_fill_of_some_size_are_on_one_thread():
+    assert choice_of_copy(view((GRAIN - 1,))) is Threads.ANY
+    assert choice_of_copy(view((GRAIN,))) is Threads.ONE
+    assert choice_of_copy(view((MOST_PLAIN + 1,))) is Threads.ALL
+    torch.set_num_threads(1)
+    assert choice_of_copy(view((GRAIN,))) is Threads.ANY
 
 
 def in_thread_with_team(work):

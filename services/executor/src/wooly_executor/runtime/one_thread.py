@@ -182,3 +182,10 @@ def on_one_thread(call: Callable[[Frame], Any]) -> Callable[[Frame], Any]:
 def choice(library: LibraryCall, form: Form) -> Threads:
     """Return how many threads an operator should use on this host."""
     return Threads.ANY if limit_threads is None else threads_for(library, form, torch.get_num_threads())
+
+
+def choice_of_copy(view: View) -> Threads:
+    """Return how many threads a copy to a view, or a fill, should use on this host."""
+    if limit_threads is None or torch.get_num_threads() == 1 or view.numel < GRAIN:
+        return Threads.ANY
+    return Threads.ONE if view.numel <= MOST_PLAIN else Threads.ALL

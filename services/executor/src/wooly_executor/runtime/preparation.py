@@ -52,7 +52,7 @@ from wooly_executor.runtime.invocation import (
     settings_of,
     with_size_check,
 )
-from wooly_executor.runtime.one_thread import Threads, choice, on_one_thread
+from wooly_executor.runtime.one_thread import Threads, choice, choice_of_copy, on_one_thread
 from wooly_executor.runtime.parts import on_part, part_of
 from wooly_executor.runtime.prepared import Act, Launch, PreparedProgram
 from wooly_executor.runtime.products import SplitProduct
@@ -299,6 +299,13 @@ class _Preparation:
 
         self._step(run)
 
+    def _write(self, write: Callable[[Frame], None], target: View, trace: Write | None) -> None:
+        """Add a copy or a fill as a step."""
+        threads = choice_of_copy(target) if self._device.host else Threads.ANY
+        if trace is not None:
+            trace = trace._replace(threads=threads)
+        self._step(on_one_thread(write) if threads is Threads.ONE else write, trace)
+
     def _instruction(self, i: int, act: Act) -> None:
         form, slots = act.form, act.slots
         pieces = self._pieces_of(act) if self._pieces else None
@@ -307,21 +314,23 @@ class _Preparation:
         elif pieces is not None:
             self._divided(form, slots, pieces)
         elif form.opcode == "copy":
-            src, dst = [self._operand(s, _required_view(o.view)) for s, o in zip(slots, form.operands, strict=True)]
+            source, target = [_required_view(o.view) for o in form.operands]
+            src, dst = self._operand(slots[0], source), self._operand(slots[1], target)
 
             def copy(f: Frame) -> None:
                 f.registers[dst].copy_(f.registers[src])
 
-            self._step(copy, Write(_COPY, (dst, src)))
+            self._write(copy, target, Write(_COPY, (dst, src)))
         elif form.opcode == "fill":
-            to = self._operand(slots[0], _required_view(form.operands[0].view))
+            target = _required_view(form.operands[0].view)
+            to = self._operand(slots[0], target)
             number = form.attr("value")
             value = filler(number, {}, self._first_param, {})
 
             def fill(f: Frame) -> None:
                 f.registers[to].fill_(value(f.registers, list(f.params)))
 
-            self._step(fill, None if refers(number) else Write(_FILL, (to,), (number,)))
+            self._write(fill, target, None if refers(number) else Write(_FILL, (to,), (number,)))
         elif form.opcode == OPCODE:
             self._foreign_launch(form, slots)
         elif form.opcode == "sleep":

@@ -84,6 +84,7 @@ class Write(NamedTuple):
     op: OpOverload
     registers: tuple[int, ...]
     values: tuple[Attr, ...] = ()
+    threads: Threads = Threads.ANY
 
 
 class Free(NamedTuple):
@@ -191,10 +192,12 @@ class Segment:
 
     def clashes(self, step: Trace) -> bool:
         """Whether the step asks for other settings of libraries, or other threads, than the steps before it."""
-        if not isinstance(step, Invoke):
+        if not isinstance(step, (Invoke, Write)):
             return False
         if Threads.ANY not in (step.threads, self._threads) and step.threads is not self._threads:
             return True
+        if isinstance(step, Write):
+            return False
         return None not in (step.flags, self._flags) and step.flags != self._flags
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -238,10 +241,15 @@ class Segment:
             # all arguments: the interpreter has other operators with the first arguments of `copy_`
             values += [self._number(a.default_value) for a in schema_of(step.op).arguments[len(values) :]]
             self._define([self._fresh()], step.op.overloadpacket.__name__, values, at, step.op)
+            self._use(step.threads)
         elif isinstance(step, Invoke):
             self._invoke(step, at)
         else:
             raise SeparateStepError
+
+    def _use(self, threads: Threads) -> None:
+        if threads is not Threads.ANY:
+            self._threads = threads
 
     def _invoke(self, step: Invoke, at: int) -> None:
         op, schema = step.call.op, schema_of(step.call.op)
@@ -276,8 +284,7 @@ class Segment:
                 self._define([register_name(step.results[k])], "as_strided", laid, at, None)
         if step.flags is not None:
             self._flags = step.flags
-        if step.threads is not Threads.ANY:
-            self._threads = step.threads
+        self._use(step.threads)
         self.calls += 1
         self._zeros = self._zeros or step.zeros
 
