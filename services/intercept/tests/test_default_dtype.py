@@ -55,6 +55,24 @@ def test_change_of_default_dtype_forgets_plans_and_setting_it_again_does_not(cud
     assert (x / 7).dtype is torch.float64 and inferences.on_meta > before
 
 
+def test_plans_of_a_default_dtype_are_kept_while_another_one_is_set(cuda, default_dtype):
+    x, out = torch.arange(3.0, device=cuda), torch.empty(3, device=cuda)
+    integers = torch.arange(3, device=cuda)
+    inferences = device.current().generic.inferences
+
+    def new_inferences(dtype):
+        default_dtype(dtype)
+        before = inferences.on_meta
+        assert (x / 7).dtype is torch.float32 and torch.equal(torch.mul(x, 3, out=out), x * 3)
+        new = inferences.on_meta - before
+        assert (integers / 7).dtype is dtype
+        return new
+
+    assert new_inferences(torch.float64) > 0
+    new_inferences(torch.float32)
+    assert [new_inferences(d) for d in (torch.float64, torch.float32, torch.float64)] == [0, 0, 0]
+
+
 def test_call_that_cannot_be_converted_raises_not_implemented_error(cuda, default_dtype, monkeypatch):
     from wooly.kernels import promotion
 

@@ -993,8 +993,8 @@ def run_profiler_hooks(*, start: bool) -> None:
     call()
 
 
-def default_dtype_patches(changed: Callable[[], None]) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the patches (owner, name, value) after which `changed` is called whenever the default dtype has changed."""
+def default_dtype_patches(changed: Callable[[torch.dtype], None]) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patches (owner, name, value) that call `changed` with the earlier dtype after the default dtype has changed."""
 
     def telling(real: Callable[[Any], None]) -> Callable[[Any], None]:
         @wraps(real)
@@ -1002,7 +1002,7 @@ def default_dtype_patches(changed: Callable[[], None]) -> Iterator[tuple[Any, st
             before = torch.get_default_dtype()
             real(value)
             if torch.get_default_dtype() is not before:
-                changed()
+                changed(before)
 
         return set_default
 

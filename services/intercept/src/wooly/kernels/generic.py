@@ -65,6 +65,14 @@ class Generic:
         self._plans: dict[tuple[Any, ...], CallPlan] = {}
         #: For signatures whose `out=` tensors must be resized first: the new sizes and strides.
         self._out_sizes: dict[tuple[Any, ...], dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+        #: The plans and the sizes of `out=` tensors for each default dtype that was used before, except the present one.
+        self._kept_plans: dict[
+            torch.dtype,
+            tuple[
+                dict[tuple[Any, ...], CallPlan],
+                dict[tuple[Any, ...], dict[str, tuple[tuple[int, ...], tuple[int, ...]]]],
+            ],
+        ] = {}
         #: Calls with operands in one buffer that were checked: number of the form, and for each operand the first in its buffer.
         self._share_memory: set[tuple[int, ...]] = set()
         #: Facts of the operators whose kernel is `kernel` without special arguments.
@@ -239,9 +247,23 @@ class Generic:
         return _given_generator(run, facts.generator) if facts.generator is not None else run
 
     def forget_plans(self) -> None:
-        """Clear the cache of plans, because the default dtype has changed: dtypes of results may depend on it."""
+        """Clear the cache of the present default dtype's plans, because it is full."""
         self._plans.clear()
         self._out_sizes.clear()
+        native.forget()
+
+    def change_plans(self, before: torch.dtype, now: torch.dtype) -> None:
+        """Exchange the cached plans for those of another default dtype: dtypes of results may depend on it.
+
+        A trainer in float64 or float16 sets the default dtype twice per step, so the plans of the other one are kept.
+        """
+        self._kept_plans[before] = self._plans.copy(), self._out_sizes.copy()
+        plans, out_sizes = self._kept_plans.pop(now, ({}, {}))
+        # Kernels hold these dictionaries, so their contents change.
+        self._plans.clear()
+        self._out_sizes.clear()
+        self._plans.update(plans)
+        self._out_sizes.update(out_sizes)
         native.forget()
 
     def differentiated(self, op: OpOverload) -> Callable[..., list[Tensor]]:
