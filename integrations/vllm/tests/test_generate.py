@@ -30,9 +30,8 @@ def continued(llama, prompts, n=16, **more):
     found = []
     for prompt in prompts:
         tokens = torch.tensor([prompt])
-        whole = torch.ones_like(
-            tokens
-        )  # else Transformers takes token 0 for padding, if a model's configuration says so
+        # Without a mask, Transformers takes token 0 for padding if a model's configuration says so.
+        whole = torch.ones_like(tokens)
         out = llama.generate(tokens, attention_mask=whole, max_new_tokens=n, do_sample=False, eos_token_id=None, **more)
         found.append(out[0, len(prompt) :].tolist())
     return found

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 from wooly_bus.channel import ChannelClient, Endpoint
 from wooly_bus.channel.token import SharedPass
 from wooly_bus.contents import CHUNK, chunk_digest, content_id
@@ -447,3 +448,12 @@ def wis():
         replay = staticmethod(replay)
 
     return Tools
+
+
+@pytest.fixture
+def two_threads():
+    """Let the library use two threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)

@@ -13,15 +13,10 @@ from wooly_executor.runtime.torch_private import limit_products
 from wooly_wis.dtypes import DType
 from wooly_wis.program import Form, Operand, OperandRef, Role, View
 
-pytestmark = pytest.mark.skipif(limit_products is None, reason="this build of torch has no MKL")
-
-
-@pytest.fixture(autouse=True)
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [
+    pytest.mark.skipif(limit_products is None, reason="this build of torch has no MKL"),
+    pytest.mark.usefixtures("two_threads"),
+]
 
 
 def matrix(rows, columns):

@@ -31,7 +31,10 @@ from wooly_executor.runtime.torch_private import limit_products, limit_threads, 
 from wooly_wis.dtypes import DType
 from wooly_wis.program import Form, Operand, OperandRef, Role, View
 
-pytestmark = pytest.mark.skipif(limit_threads is None, reason="this build of torch has no OpenMP")
+pytestmark = [
+    pytest.mark.skipif(limit_threads is None, reason="this build of torch has no OpenMP"),
+    pytest.mark.usefixtures("two_threads"),
+]
 aten = torch.ops.aten
 DTYPES = {
     torch.float32: DType.F32,
@@ -141,14 +144,6 @@ CASES = {
     "_softmax_backward_data": [(aten._softmax_backward_data.default, X, Y, -1, "dtype")],
     "_log_softmax_backward_data": [(aten._log_softmax_backward_data.default, X, Y, -1, "dtype")],
 }
-
-
-@pytest.fixture(autouse=True)
-def threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def view(sizes, dtype=DType.F32, strides=None):

@@ -44,7 +44,7 @@ def test_result_of_integers_in_each_default_dtype_equals_cpu(cuda, default_dtype
         assert ours.dtype is local.dtype and torch.equal(ours.cpu(), local), dtype
 
 
-def test_change_of_default_dtype_forgets_plans_and_setting_it_again_does_not(cuda, default_dtype):
+def test_change_of_default_dtype_needs_other_plans_and_setting_it_again_does_not(cuda, default_dtype):
     x = torch.arange(3, device=cuda)
     inferences = device.current().generic.inferences
     assert (x / 7).dtype is torch.float32
