@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 import struct
 import threading
 from pathlib import Path
@@ -134,6 +135,27 @@ def test_foreign_launch_of_one_block_gets_its_own_arguments(make_device, runtime
     assert scaled(2, 2.0) == scaled(2, 2.0) == scaled(3, 2.0) == [2.0] * 64
     assert scaled(3, 3.0) == [3.0] * 64 and scaled(3, 4.0, 1) == [4.0] + [3.0] * 63
     assert [math.copysign(1.0, scaled(2, by)[0]) for by in (0.0, -0.0, 0.0)] == [1.0, -1.0, 1.0]
+
+
+def test_foreign_launches_on_new_memory_leave_no_gaps_in_the_heap(make_device, runtime, wis):
+    """What a launch keeps must not lie where the freed memory of its results is needed again."""
+    client = make_device(runtime=runtime).open("a")
+    raw, name = source(SCALE)
+    client.channel.send(Kind.SOURCE, raw)
+    client.make(1, *[1.0] * 100)
+    program = client.define(wis.body().alloc("y", 1 << 20).add(scale_form(name), "x", "y"))
+
+    def anonymous_memory():
+        return int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+
+    def launches(times):
+        for k in range(times):
+            client.start(program, [10 + k, 1], struct.pack("<dq", 2.0, 100), frees=[10 + k])
+        client.sync()
+        return anonymous_memory()
+
+    before = launches(20)
+    assert launches(200) - before < 50 << 20
 
 
 def test_foreign_source_is_sent_once_per_session(make_device, runtime, wis):

@@ -26,7 +26,7 @@ from wooly_executor.runtime.one_thread import (
     on_one_thread,
     threads_for,
 )
-from wooly_executor.runtime.segments import Invoke, Segment, Write
+from wooly_executor.runtime.segments import Invoke, Make, Segment, Write
 from wooly_executor.runtime.torch_private import limit_products, limit_threads, threads_of_this_thread
 from wooly_wis.dtypes import DType
 from wooly_wis.program import Form, Operand, OperandRef, Role, View
@@ -377,11 +377,16 @@ def test_segment_is_divided_between_one_thread_and_all():
     copy = Write(aten.copy_.default, (0, 1))
     assert not segment.clashes(copy) and not segment.clashes(copy._replace(threads=Threads.ONE))
     assert segment.clashes(copy._replace(threads=Threads.ALL))
+    memory = Make(0, 4, torch.float32)
+    assert not segment.clashes(memory) and segment.clashes(memory._replace(threads=Threads.ALL))
 
 
-def test_segment_with_a_copy_on_one_thread_is_on_one_thread():
+@pytest.mark.parametrize("makes", [False, True])
+def test_segment_with_a_copy_or_new_memory_on_one_thread_is_on_one_thread(makes):
     segment, seen = Segment(), []
-    segment.add(Write(aten.copy_.default, (0, 1), threads=Threads.ONE), 0)
+    segment.add(Write(aten.copy_.default, (0, 1), threads=Threads.ANY if makes else Threads.ONE), 0)
+    if makes:
+        segment.add(Make(0, 4, torch.float32, threads=Threads.ONE), 1)
     run, _ = segment.compile(lambda name: True)
 
     class Registers(list):
@@ -390,16 +395,16 @@ def test_segment_with_a_copy_on_one_thread_is_on_one_thread():
             return super().__getitem__(k)
 
     x, y = torch.zeros(4), torch.ones(4)
-    run(SimpleNamespace(registers=Registers([x, y]), bases=[], params=[]))
+    run(SimpleNamespace(registers=Registers([x, y]), bases=[None], params=[]))
     assert {*seen} == {1} and x.sum() == 4 and threads_of_this_thread() == 2
 
 
 def test_copy_and_fill_of_some_size_are_on_one_thread():
-    assert choice_of_copy(view((GRAIN - 1,))) is Threads.ANY
-    assert choice_of_copy(view((GRAIN,))) is Threads.ONE
-    assert choice_of_copy(view((MOST_PLAIN + 1,))) is Threads.ALL
+    assert choice_of_copy(GRAIN - 1) is Threads.ANY
+    assert choice_of_copy(GRAIN) is Threads.ONE
+    assert choice_of_copy(MOST_PLAIN + 1) is Threads.ALL
     torch.set_num_threads(1)
-    assert choice_of_copy(view((GRAIN,))) is Threads.ANY
+    assert choice_of_copy(GRAIN) is Threads.ANY
 
 
 def in_thread_with_team(work):

@@ -184,8 +184,8 @@ def choice(library: LibraryCall, form: Form) -> Threads:
     return Threads.ANY if limit_threads is None else threads_for(library, form, torch.get_num_threads())
 
 
-def choice_of_copy(view: View) -> Threads:
-    """Return how many threads a copy to a view, or a fill, should use on this host."""
-    if limit_threads is None or torch.get_num_threads() == 1 or view.numel < GRAIN:
+def choice_of_copy(numel: int) -> Threads:
+    """Return how many threads a copy of so many elements, or a fill, should use on this host."""
+    if limit_threads is None or torch.get_num_threads() == 1 or numel < GRAIN:
         return Threads.ANY
-    return Threads.ONE if view.numel <= MOST_PLAIN else Threads.ALL
+    return Threads.ONE if numel <= MOST_PLAIN else Threads.ALL

@@ -1,8 +1,11 @@
 """The default runtime: generated kernels through OpenCL on the CPU (PoCL), and torch as the library on the same memory.
 
-Nothing is copied: a plan's kernels are launched on the addresses of torch's tensors. Library steps and tier 0 are those of
-`torch_cpu`. PoCL offers the CPU as two devices: `basic` runs a kernel in the thread that launches it, at a cost of 2 us;
-`pthread` uses all cores, at a cost of 40 us. OpenCL is initialised when the first kernel is loaded, or when `target` is called.
+Nothing is copied: kernels are launched on the addresses of torch's tensors, without buffers of OpenCL. To make a buffer takes
+20 us, and buffers that are kept lie between torch's blocks, which then cannot be joined when they are freed. Library steps and
+tier 0 are those of `torch_cpu`.
+
+PoCL offers the CPU as two devices: `basic` runs a kernel in the thread that launches it, at a cost of 2 us; `pthread` uses all
+cores, at a cost of 40 us. OpenCL is initialised when the first kernel is loaded, or when `target` is called.
 """
 
 from __future__ import annotations
@@ -44,8 +47,6 @@ from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.runtime.torch_runtime import HOT
 from wooly_executor.runtime.watch import Watch
 
-#: Maximum number of memory addresses whose OpenCL buffer is kept. At this number, the cache is cleared.
-WRAPPED = 4096
 #: Maximum number of loaded kernels, over all programs. At this number, the cache is cleared.
 KERNELS_KEPT = 8192
 #: Bytes that must be free on the disk of PoCL's files before code is loaded.
@@ -235,7 +236,6 @@ class _Unit:
         self._context = cl.Context([device])
         profiling = 0 if alone else cl.command_queue_properties.PROFILING_ENABLE
         self._queue = cl.CommandQueue(self._context, properties=profiling)
-        self._buffers: dict[int, tuple[int, Any]] = {}
         self._word: Any = None
 
     def load(self, kernel: Kernel, code: Code) -> Run:
@@ -252,23 +252,27 @@ class _Unit:
                 raise OperationError(
                     f"the code of kernel {kernel.name} has {entry.num_args} parameters, another number than the kernel"
                 )
-            entry.set_scalar_arg_dtypes([None] * len(kernel.arrays) + [_NUMPY[s.dtype] for s in kernel.scalars])
+            set_all = self._setter(entry, [None] * len(kernel.arrays) + [_NUMPY[x.dtype] for x in kernel.scalars])
         except (cl.Error, ValueError) as e:
             raise OperationError(f"the driver refuses the code of kernel {kernel.name}: {str(e)[:500]}") from e
-        sizes = [a.numel * a.dtype.itemsize for a in kernel.arrays]
         total, local = (code.groups * code.threads,), (code.threads,)
-        queue, buffers, wrap, alone = self._queue, self._buffers, self._wrap, self._alone
         groups, threads, spread = code.groups, self.threads, self._add_core_time
+        start = self._starter(entry, locked=True) if self._alone else None
+        if start is not None:
+            at_once, block = (ctypes.c_size_t * 1)(*total), (ctypes.c_size_t * 1)(*local)
+
+            def run_here(at: list[int], scalars: Sequence[Any]) -> int:
+                set_all((*at, *scalars))
+                start(1, at_once, block)
+                return 0
+
+            return run_here
+        queue = self._queue
 
         def run(at: list[int], scalars: Sequence[Any]) -> int:
-            arrays = []
-            for address, nbytes in zip(at, sizes, strict=True):
-                known = buffers.get(address)
-                arrays.append(known[1] if known is not None and known[0] >= nbytes else wrap(address, nbytes))
-            event = entry(queue, total, local, *arrays, *scalars)
+            set_all((*at, *scalars))
+            event = cl.enqueue_nd_range_kernel(queue, entry, total, local)
             queue.finish()
-            if alone:
-                return 0
             taken: int = max(event.profile.end - event.profile.start, 0)
             spread(beyond(taken, groups, threads))
             return taken
@@ -291,21 +295,27 @@ class _Unit:
                 types += [None, np.uint64] if p.buffer else [_scalar(p)]
             if entry.num_args != len(types):
                 raise OperationError(f"its code has {entry.num_args} parameters, but {len(types)} were expected")
-            entry.set_scalar_arg_dtypes(types)
+            set_all = self._setter(entry, types)
         except (cl.Error, ValueError, KeyError) as e:
             raise OperationError(f"the driver refuses its code: {str(e)[:500]}") from e
-        _, word = self._status()
-        if self._alone:
-            launch = self._launch_here(entry, block, parameters)
-        else:
-            launch = self._launch_on_all(entry, block, parameters)
-        watch = _watch()
+        halves = [p.dtype if p.dtype in _HALVES else None for p in parameters]
+        word, watch = self._status(), _watch()
+        status = word.ctypes.data
+        launch = (self._launch_here if self._alone else self._launch_on_all)(entry, block)
 
         def run(values: Sequence[Value], grid: tuple[int, int, int]) -> Taken:
+            arguments: list[Any] = [status]
+            for value, half in zip(values, halves, strict=True):
+                if isinstance(value, tuple):
+                    address, nbytes = value
+                    arguments += [address if nbytes else status, nbytes]
+                else:
+                    arguments.append(value if half is None else half_bits(value, half))
+            set_all(arguments)
             word[:] = 0
             watch.begin(word, limit_s())
             try:
-                taken = launch(values, grid)
+                taken = launch(grid)
             finally:
                 watch.end()
             if word[0]:
@@ -337,59 +347,35 @@ class _Unit:
         program = cl.Program(self._context, "kernel void one(global int *x) { *x = 1; }").build(cache_dir=False)
         return bytes(program.get_info(cl.program_info.BINARIES)[0])
 
-    def _launch_on_all(self, entry: Any, block: tuple[int, ...], parameters: Sequence[Parameter]) -> Launch:
-        halves = [p.dtype if p.dtype in _HALVES else None for p in parameters]
-        status, _ = self._status()
+    def _launch_on_all(self, entry: Any, block: tuple[int, ...]) -> Callable[[tuple[int, int, int]], Taken]:
+        cl, queue, threads = self._cl, self._queue, self.threads
 
-        def launch(values: Sequence[Value], grid: tuple[int, int, int]) -> Taken:
-            arguments: list[Any] = [status]
-            for value, half in zip(values, halves, strict=True):
-                if isinstance(value, tuple):
-                    address, nbytes = value
-                    arguments += [self._window(address, nbytes) if nbytes else status, nbytes]
-                else:
-                    arguments.append(value if half is None else half_bits(value, half))
+        def launch(grid: tuple[int, int, int]) -> Taken:
             total = tuple([n * b for n, b in zip(grid, block, strict=True)])
-            event = entry(self._queue, total, block, *arguments)
-            self._queue.finish()
+            event = cl.enqueue_nd_range_kernel(queue, entry, total, block)
+            queue.finish()
             taken: int = max(event.profile.end - event.profile.start, 0)
-            return taken, taken + beyond(taken, grid[0] * grid[1] * grid[2], self.threads)
+            return taken, taken + beyond(taken, grid[0] * grid[1] * grid[2], threads)
 
         return launch
 
-    def _launch_here(self, entry: Any, block: tuple[int, ...], parameters: Sequence[Parameter]) -> Launch:
+    def _launch_here(self, entry: Any, block: tuple[int, ...]) -> Callable[[tuple[int, int, int]], Taken]:
         """Launch in the calling thread, without the interpreter's lock, which pyopencl would keep.
 
-        Otherwise no other thread could tell the kernel to end. Only arguments that changed are set again: a launch has many of
-        those of the last launch. To set one takes 1 us.
+        Otherwise no other thread could tell the kernel to end.
         """
-        driver, queue = _driver(self._cl._cl.__file__), self._queue
         local = (ctypes.c_size_t * 3)(*block)
         total = (ctypes.c_size_t * 3)()
         x, y, z = block
-        set_each, at = [], 1
-        for p in parameters:
-            set_each.append(self._set_buffer(entry, at) if p.buffer else self._set_number(entry, at, p))
-            at += 2 if p.buffer else 1
-        entry.set_arg(0, self._status()[0])
-        #: The arguments that the kernel has. None is not equal to any.
-        given: list[Value | None] = [None] * len(parameters)
+        start = self._starter(entry, locked=False)
         measured = 0
 
-        def launch(values: Sequence[Value], grid: tuple[int, int, int]) -> Taken:
+        def launch(grid: tuple[int, int, int]) -> Taken:
             nonlocal measured
-            for k, value in enumerate(values):
-                if value != given[k] or value == 0:  # 0.0 and -0.0 are equal
-                    given[k] = None
-                    set_each[k](value)
-                    given[k] = value
             total[0], total[1], total[2] = grid[0] * x, grid[1] * y, grid[2] * z
             measured -= 1
             begun = time.thread_time_ns() if measured < 0 else 0
-            failed = driver.clEnqueueNDRangeKernel(queue.int_ptr, entry.int_ptr, 3, None, total, local, 0, None, None)
-            failed = failed or driver.clFinish(queue.int_ptr)
-            if failed:
-                raise OperationError(f"PoCL does not launch it (OpenCL's error {failed})")
+            start(3, total, local)
             if not begun:
                 return 0, 0
             measured = MEASURED_EVERY - 1
@@ -397,79 +383,70 @@ class _Unit:
 
         return launch
 
-    def _set_buffer(self, entry: Any, at: int) -> Callable[[Any], None]:
-        """Return a function that sets argument `at` of a kernel to a buffer, given as (address, bytes), and the next one to its
-        size.
+    def _starter(self, entry: Any, *, locked: bool) -> Callable[[int, Any, Any], None]:
+        """Return a function that runs a kernel in the calling thread. Arguments: dimensions, size of the grid and of a block.
+
+        Args:
+            entry: the kernel.
+            locked: whether the thread keeps the interpreter's lock. For short kernels: to get it back could take longer.
         """
-        handle, size = ctypes.c_void_p(), ctypes.c_uint64()
-        set_handle, set_size = self._argument(entry, at, handle), self._argument(entry, at + 1, size)
-        status, window = self._status()[0], self._window
-        held: Any = None  # the kernel does not keep the buffer
-        last = -1
+        driver, queue = _driver(self._cl._cl.__file__, locked=locked), self._queue.int_ptr
 
-        def put(value: tuple[int, int]) -> None:
-            nonlocal held, last
-            address, nbytes = value
-            buffer = window(address, nbytes) if nbytes else status
-            handle.value = buffer.int_ptr
-            set_handle()
-            held = buffer
-            if nbytes != last:
-                last, size.value = -1, nbytes
-                set_size()
-                last = nbytes
+        def start(dimensions: int, total: Any, local: Any) -> None:
+            failed = driver.clEnqueueNDRangeKernel(queue, entry.int_ptr, dimensions, None, total, local, 0, None, None)
+            failed = failed or driver.clFinish(queue)
+            if failed:
+                raise OperationError(f"PoCL does not launch it (OpenCL's error {failed})")
 
-        return put
+        return start
 
-    def _argument(self, entry: Any, at: int, cell: Any) -> Callable[[], None]:
-        """Return a function that sets argument `at` of a kernel to the content of a cell of ctypes."""
-        put, size, place = _set_argument(self._cl._cl.__file__), ctypes.sizeof(cell), ctypes.byref(cell)
+    def _setter(self, entry: Any, types: Sequence[Any]) -> Callable[[Sequence[Any]], None]:
+        """Return a function that sets all arguments of a kernel.
 
-        def set_it() -> None:
-            if failed := put(entry.int_ptr, at, size, place):
-                raise OperationError(f"PoCL does not take argument {at} (OpenCL's error {failed})")
+        Only arguments that changed are set again: a launch has many of those of the last launch. To set one takes 1 us.
 
-        return set_it
+        Args:
+            entry: the kernel.
+            types: the NumPy type of each argument; None: an address.
+        """
+        driver = _driver(self._cl._cl.__file__, locked=True)
+        #: The arguments that the kernel has. None is not equal to any.
+        given: list[Any] = [None] * len(types)
 
-    def _set_number(self, entry: Any, at: int, parameter: Parameter) -> Callable[[Any], None]:
-        """Return a function that sets argument `at` of a kernel to a number."""
-        cell = np.ctypeslib.as_ctypes_type(_scalar(parameter))()
-        set_cell, half = self._argument(entry, at, cell), parameter.dtype if parameter.dtype in _HALVES else None
+        def pointer(at: int) -> Callable[[Any], int]:
+            put = driver.clSetKernelArgSVMPointer
+            return lambda address: int(put(entry.int_ptr, at, address))
 
-        def put(value: Any) -> None:
-            cell.value = value if half is None else int(half_bits(value, half))
-            set_cell()
+        def number(at: int, numpy_type: Any) -> Callable[[Any], int]:
+            cell = np.ctypeslib.as_ctypes_type(numpy_type)()
+            put, size, place = driver.clSetKernelArg, ctypes.sizeof(cell), ctypes.byref(cell)
 
-        return put
+            def put_number(value: Any) -> int:
+                cell.value = value
+                return int(put(entry.int_ptr, at, size, place))
 
-    def _status(self) -> tuple[Any, Any]:
+            return put_number
+
+        put_each = [pointer(at) if t is None else number(at, t) for at, t in enumerate(types)]
+
+        def set_all(values: Sequence[Any]) -> None:
+            for at, value in enumerate(values):
+                if value != given[at] or value == 0:  # 0.0 and -0.0 are equal
+                    given[at] = None
+                    if failed := put_each[at](value):
+                        raise OperationError(f"PoCL does not take argument {at} (OpenCL's error {failed})")
+                    given[at] = value
+
+        return set_all
+
+    def _status(self) -> Any:
         """Return the words through which a running kernel is told to end and reports violations.
 
         Only one launch runs at a time.
         """
         if self._word is None:
             self._word = np.zeros(STATUS_WORDS, np.int32)
-            flags = self._cl.mem_flags.READ_WRITE | self._cl.mem_flags.USE_HOST_PTR
-            self._word_buffer = self._cl.Buffer(self._context, flags, hostbuf=self._word)
-        return self._word_buffer, self._word
-
-    def _window(self, address: int, nbytes: int) -> Any:
-        known = self._buffers.get(address)
-        return known[1] if known is not None and known[0] >= nbytes else self._wrap(address, nbytes)
-
-    def _wrap(self, address: int, nbytes: int) -> Any:
-        """Return an OpenCL buffer on memory that torch owns.
-
-        It does not keep the memory alive. After the memory is freed, its address is not used again until new memory is wrapped
-        there.
-        """
-        memory = (ctypes.c_uint8 * nbytes).from_address(address)
-        flags = self._cl.mem_flags.READ_WRITE | self._cl.mem_flags.USE_HOST_PTR
-        made = self._cl.Buffer(self._context, flags, hostbuf=np.frombuffer(memoryview(memory), np.uint8))
-        if len(self._buffers) >= WRAPPED:
-            self._buffers.clear()
-        self._buffers[address] = nbytes, made
-        return made
+        return self._word
 
 
 class _ByWork:
@@ -533,9 +510,9 @@ def _watch() -> Watch:
 
 
 @functools.cache
-def _driver(extension: str) -> Any:
-    """The functions of OpenCL that pyopencl's extension module uses."""
-    found, pointer = ctypes.CDLL(extension), ctypes.c_void_p
+def _driver(extension: str, *, locked: bool) -> Any:
+    """The functions of OpenCL that pyopencl's extension module uses. `locked`: they keep the interpreter's lock."""
+    found, pointer = (ctypes.PyDLL if locked else ctypes.CDLL)(extension), ctypes.c_void_p
     found.clEnqueueNDRangeKernel.argtypes = [
         pointer,
         pointer,
@@ -546,14 +523,8 @@ def _driver(extension: str) -> Any:
         pointer,
     ]
     found.clFinish.argtypes = [pointer]
-    return found
-
-
-@functools.cache
-def _set_argument(extension: str) -> Any:
-    """OpenCL's function that sets a kernel's argument. It keeps the interpreter's lock: to get it back could take longer."""
-    found = ctypes.PyDLL(extension).clSetKernelArg
-    found.argtypes = [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p]
+    found.clSetKernelArg.argtypes = [pointer, ctypes.c_uint32, ctypes.c_size_t, pointer]
+    found.clSetKernelArgSVMPointer.argtypes = [pointer, ctypes.c_uint32, pointer]
     return found
 
 

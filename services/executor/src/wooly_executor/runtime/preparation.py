@@ -36,7 +36,7 @@ from wooly_executor.runtime.calls import (
     returns_one_tensor,
     typed_params,
 )
-from wooly_executor.runtime.device import HOST, TorchDevice
+from wooly_executor.runtime.device import HOST, MAPPED_FROM, TorchDevice
 from wooly_executor.runtime.foreign import Foreign, arguments_of
 from wooly_executor.runtime.frame import Frame, Step
 from wooly_executor.runtime.fresh_memory import fills_results
@@ -264,7 +264,11 @@ class _Preparation:
         def make(f: Frame) -> None:
             f.bases[slot] = device.zeroed(nbytes, dtype)
 
-        self._step(make, Make(slot, nbytes, dtype, device.named))
+        if device.host and nbytes >= MAPPED_FROM:  # the interpreter would write to each page
+            self._step(make)
+            return
+        threads = choice_of_copy(-(-nbytes // dtype.itemsize)) if device.host else Threads.ANY
+        self._step(make, Make(slot, nbytes, dtype, device.named, threads=threads))
 
     # -- instructions ------------------------------------------------------------------------------------------------
 
@@ -301,7 +305,7 @@ class _Preparation:
 
     def _write(self, write: Callable[[Frame], None], target: View, trace: Write | None) -> None:
         """Add a copy or a fill as a step."""
-        threads = choice_of_copy(target) if self._device.host else Threads.ANY
+        threads = choice_of_copy(target.numel) if self._device.host else Threads.ANY
         if trace is not None:
             trace = trace._replace(threads=threads)
         self._step(on_one_thread(write) if threads is Threads.ONE else write, trace)

@@ -76,6 +76,7 @@ class Make(NamedTuple):
     dtype: torch.dtype
     device: torch.device | None = None
     zeroed: bool = True
+    threads: Threads = Threads.ANY
 
 
 class Write(NamedTuple):
@@ -192,11 +193,11 @@ class Segment:
 
     def clashes(self, step: Trace) -> bool:
         """Whether the step asks for other settings of libraries, or other threads, than the steps before it."""
-        if not isinstance(step, (Invoke, Write)):
+        if not isinstance(step, (Invoke, Write, Make)):
             return False
         if Threads.ANY not in (step.threads, self._threads) and step.threads is not self._threads:
             return True
-        if isinstance(step, Write):
+        if not isinstance(step, Invoke):
             return False
         return None not in (step.flags, self._flags) and step.flags != self._flags
 
@@ -231,6 +232,7 @@ class Segment:
                 self._define([memory_name(step.slot)], "zeros", values, at, None)
             else:
                 self._define([memory_name(step.slot)], "empty", [*values, none], at, None)
+            self._use(step.threads)
         elif isinstance(step, Review):
             view = step.view
             values = [self._value(step.source), self._ints(view.sizes), self._ints(view.strides)]
