@@ -7,6 +7,7 @@ import pytest
 import torch
 from wooly_executor.runtime import guards
 from wooly_executor.runtime.calls import LibraryCall, library_call
+from wooly_executor.runtime.guards import writing
 from wooly_executor.runtime.guards.writing import works_in_place
 from wooly_testkit import forks
 from wooly_wis.dtypes import DType
@@ -78,6 +79,51 @@ def test_guards_operator_without_law_is_called_unchanged(wis):
 )
 def test_results_of_elementwise_operators_may_lie_where_an_argument_lies(op, expected):
     assert works_in_place(op) is expected
+
+
+def _out(wis, name, args, kwargs, results):
+    """A guarded call whose operand 0 is the argument, and whose results have these dtypes. All have 3 x 4 numbers."""
+    attrs = (("args", args), ("kwargs", kwargs), ("name", name))
+    roles = [(Role.IN, DType.F32), *[(Role.OUT, dtype) for dtype in results]]
+    form = Form("extern", tuple([Operand(role, wis.at(dtype, 3, 4)) for role, dtype in roles]), (), attrs)
+    return guards.guarded(library_call(form), form).instead
+
+
+@pytest.mark.parametrize(("name", "other"), [("div", OperandRef(0)), ("tril", 1)])
+def test_result_may_lie_where_the_argument_lies_after_a_law_was_checked(wis, monkeypatch, name, other):
+    call = _out(wis, f"aten.{name}.out", (OperandRef(0), other), (("out", OperandRef(1)),), [DType.F32])
+    monkeypatch.setattr(writing.Layout, "apart", None)  # no other memory
+    t = torch.arange(12.0).reshape(3, 4) + 1
+    expected = t / t if name == "div" else t.tril(1)
+    assert call(t, t if name == "div" else 1, out=t) is t and torch.equal(t, expected)
+
+
+def test_result_that_lies_over_an_argument_is_computed_apart(wis):
+    call = _out(wis, "aten.cumsum.out", (OperandRef(0), 1), (("out", OperandRef(1)),), [DType.F32])
+    memory = torch.arange(16.0)
+    x, out = memory[:12].view(3, 4), memory[4:].view(3, 4)
+    expected = x.cumsum(1)
+    assert call(x, 1, out=out) is out and torch.equal(out, expected) and memory[:4].tolist() == [0, 1, 2, 3]
+
+
+def test_results_of_which_one_lies_over_an_argument_are_returned_in_order(wis):
+    results = (("indices", OperandRef(2)), ("values", OperandRef(1)))
+    call = _out(wis, "aten.topk.values", (OperandRef(0), 4, 1), results, [DType.F32, DType.I64])
+    x, indices = torch.tensor([[3.0, 1, 4, 1], [5, 9, 2, 6], [5, 3, 5, 8]]), torch.zeros(3, 4, dtype=torch.int64)
+    expected = x.topk(4, 1)
+    values, places = call(x, 4, 1, indices=indices, values=x)
+    assert values is x and places is indices
+    assert torch.equal(x, expected.values) and torch.equal(indices, expected.indices)
+    with pytest.raises(RuntimeError, match="must not overlap each other"):
+        call(x, 4, 1, indices=indices, values=indices)
+
+
+def test_element_that_the_operator_does_not_write_keeps_its_value(wis):
+    x = torch.arange(12.0).reshape(3, 4)
+    layout = writing.Layout("out", x.T)
+    apart = writing.shared_results(torch.ops.aten.mm.out, [layout], [x], exact=False)[id(layout.tensor)]
+    assert apart.tensor.data_ptr() != x.data_ptr()
+    assert torch.equal(apart.tensor, x.T) and apart.tensor.stride() == (1, 4)
 
 
 @pytest.mark.parametrize("name", ["median", "nanmedian"])

@@ -58,6 +58,16 @@ PERMITTED = {
     "copy to another part": lambda y, d: y[:3].copy_(y[3:]),
     "copy of the same tensor": lambda y, d: y[:].copy_(y[:]),
     "cumsum": lambda y, d: torch.cumsum(y, 0, out=y),
+    "div": lambda y, d: torch.div(2.0, y.add_(1), out=y),
+    "div of integers": lambda y, d: torch.div(y.int(), 2, rounding_mode="trunc", out=y.int()),
+    "triu": lambda y, d: torch.triu(y.view(2, 3), out=y.view(2, 3)),
+    "softmax": lambda y, d: torch.softmax(y, 0, out=y),
+    "softmax of columns": lambda y, d: torch.log_softmax(y.view(2, 3), 0, out=y.view(2, 3)),
+    "sort": lambda y, d: torch.sort(
+        y.view(2, 3), 1, True, out=(y.view(2, 3), torch.empty(2, 3, dtype=torch.long, device=d))
+    )[0],
+    "topk": lambda y, d: torch.topk(y, 6, out=(y, torch.empty(6, dtype=torch.long, device=d)))[0],
+    "inv": lambda y, d: torch.linalg.inv(y[1:5].view(2, 2), out=y[1:5].view(2, 2)),
     "another tensor with the same layout": lambda y, d: y[1:].add_(vector(d)[:-1]),
 }
 

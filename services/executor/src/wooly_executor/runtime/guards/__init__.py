@@ -43,7 +43,7 @@ from wooly_executor.runtime.guards.writing import (
     Layout,
     out_arguments,
     overlapping_out,
-    require_apart,
+    shared_results,
     tensors_in,
     undeclared_write,
     works_in_place,
@@ -155,24 +155,50 @@ def _function(call: LibraryCall) -> Callable[..., Any]:
 
 
 def _keeping(call: LibraryCall, names: tuple[str, ...]) -> Callable[..., Any]:
-    """Return a function that fails if the results given as `names` overlap, or if the library changes their layout."""
-    op, do, exact = call.op, _function(call), law_of(call.op) is None and works_in_place(call.op)
+    """Return a function that fails if the results given as `names` overlap, or if the library changes their layout.
+
+    A result that shares memory with an argument is computed in memory of its own, and then copied.
+    """
+    op, do, exact = call.op, _function(call), _may_lie_where_an_argument_lies(call.op)
 
     def kept(*args: Any, **kwargs: Any) -> Any:
         outs = [Layout(name, t) for name in names for t in tensors_in(kwargs.get(name))]
-        require_apart(
-            op,
-            outs,
-            [t for key, v in [*enumerate(args), *kwargs.items()] if key not in names for t in tensors_in(v)],
-            exact,
-        )
-        found = do(*args, **kwargs)
+        read = [t for key, v in [*enumerate(args), *kwargs.items()] if key not in names for t in tensors_in(v)]
+        apart = shared_results(op, outs, read, exact)
+        if not apart:
+            found = do(*args, **kwargs)
+            for layout in outs:
+                layout.require_kept(op)
+            return found
+        own = {k: layout.tensor for k, layout in apart.items()}
+        found = do(*args, **kwargs | {name: _exchanged(kwargs[name], own) for name in names})
         for layout in outs:
-            layout.require_kept(op)
-        return found
+            apart.get(id(layout.tensor), layout).require_kept(op)
+        shared = {id(own[id(t)]): t for t in [layout.tensor for layout in outs] if id(t) in own}
+        for k, layout in apart.items():
+            shared[id(own[k])].copy_(layout.tensor)
+        return _exchanged(found, shared)
 
     kept.looks_at_values = looks_at_values(call)  # type: ignore[attr-defined]
     return kept
+
+
+def _may_lie_where_an_argument_lies(op: OpOverload) -> bool:
+    """Whether a result of the call may lie exactly where an argument lies, also after the operator's law was checked.
+
+    The values that a law has checked must not change before the kernel reads them: an element-wise kernel reads an element before
+    it writes it, and `tril` and `triu` have no law about values.
+    """
+    if law_of(op) is None:
+        return works_in_place(op)
+    return torch.Tag.pointwise in op.tags or op.overloadpacket.__name__ in ("tril", "triu")
+
+
+def _exchanged(value: Any, by: dict[int, Tensor]) -> Any:
+    """Return a value in which other tensors have the places of those whose ids `by` has."""
+    if isinstance(value, (tuple, list)):
+        return value.__class__([_exchanged(v, by) for v in value])
+    return by.get(id(value), value)
 
 
 def _failing(why: str) -> Callable[..., Any]:

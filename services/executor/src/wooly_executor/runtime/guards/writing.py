@@ -114,10 +114,20 @@ class Layout:
     def tensor(self) -> Tensor:
         return self._t
 
-    def require_own_storage(self, op: OpOverload, others: list[Tensor]) -> None:
-        """Raise RuntimeError if the result is empty and has the storage of another tensor, where the library may enlarge it."""
-        if not self._t.numel() and any(shares_storage(self._t, t) for t in others):
-            raise RuntimeError(f"{op}: {self._name} is empty, so it must not share memory with another argument")
+    def shares(self, others: list[Tensor]) -> bool:
+        """Whether the result has memory of another tensor. For an empty result, the other tensor's storage counts.
+
+        The library may enlarge the storage of an empty result.
+        """
+        if not self._t.numel():
+            return any(shares_storage(self._t, t) for t in others)
+        first, last = self.span()
+        return any(begin < last and first < end for begin, end in map(_span, others))
+
+    def apart(self) -> Layout:
+        """A copy in memory of its own, with the same layout. An element that the operator does not write keeps its value."""
+        t = torch.empty_strided(self._shape, self._strides, dtype=self._t.dtype, device=self._t.device)
+        return Layout(self._name, t.copy_(self._t))
 
     def same_place(self, other: Tensor) -> bool:
         """Whether each element lies where `other` has the same element."""
@@ -141,8 +151,8 @@ def _span(t: Tensor) -> tuple[int, int]:
     return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
 
-def require_apart(op: OpOverload, outs: list[Layout], read: list[Tensor], exact: bool) -> None:
-    """Raise RuntimeError if a result shares memory with another result, or with an argument.
+def shared_results(op: OpOverload, outs: list[Layout], read: list[Tensor], exact: bool) -> dict[int, Layout]:
+    """Return memory of their own for results that share memory with an argument, by the id of the result's tensor.
 
     Kernels read some arguments again after they have written a part of the results. Indices that were checked before would be
     overwritten by then.
@@ -151,20 +161,22 @@ def require_apart(op: OpOverload, outs: list[Layout], read: list[Tensor], exact:
         outs: the results given as `out=`.
         read: the other tensors among the arguments.
         exact: whether a result may lie exactly where an argument lies.
+
+    Raises:
+        RuntimeError: results share memory with each other.
     """
     spans = sorted([layout.span() for layout in outs])
     if any(after[0] < before[1] for before, after in pairwise(spans)):
         raise RuntimeError(f"{op}: results given as out= must not overlap each other")
+    found = {}
     for layout in outs:
         # in place, an empty argument gives the result its own shape, so the library enlarges nothing
         others = [t for t in read if not (exact and layout.same_place(t))]
-        layout.require_own_storage(op, [*[other.tensor for other in outs if other is not layout], *others])
-    for t in read:
-        begin, end = _span(t)
-        for layout in outs:
-            first, last = layout.span()
-            if begin < last and first < end and not (exact and layout.same_place(t)):
-                raise RuntimeError(f"{op}: a result given as out= must not overlap an argument")
+        if not layout.tensor.numel():
+            others += [other.tensor for other in outs if other is not layout]
+        if layout.shares(others):
+            found[id(layout.tensor)] = layout.apart()
+    return found
 
 
 def tensors_in(value: Any) -> list[Tensor]:
