@@ -648,6 +648,12 @@ def both(call, cuda):
         lambda d: torch.zeros(1, device=d).expand(3).add_(1),
         lambda d: torch.zeros(1, device=d).expand(3).copy_(torch.ones(3, device=d)),
         lambda d: torch.linalg.inv(torch.zeros(3, 3, device=d)),
+        *(
+            lambda d, sizes=sizes: torch.ops.aten.fractional_max_pool3d(
+                torch.ones(1, 2, 6, 6, 6, device=d), [2] * 3, [3] * 3, torch.ones(sizes, device=d)
+            )
+            for sizes in ((0, 2, 3), (1, 3, 3), (1, 2, 2), (1, 2))
+        ),
     ],
 )
 def test_invalid_call_raises_error_of_cpu(cuda, call):
@@ -810,6 +816,13 @@ def test_data_assignment_of_special_tensor_from_other_device_works(cuda, change)
     assert t.is_cuda and torch.equal((t * 2).to_dense().cpu(), expected * 2)
     t.data = change(values)
     assert t.is_cpu and torch.equal((t * 2).to_dense(), expected * 2)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_deletion_of_data_raises_error_of_pytorch(cuda, device):
+    t = torch.ones(2, device=device)
+    with pytest.raises(RuntimeError, match="Deleting tensor data is not allowed"):
+        del t.data
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")

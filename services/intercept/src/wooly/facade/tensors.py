@@ -270,7 +270,7 @@ def _tensor_patches() -> Iterator[Patch]:
 
     yield (tensor, "device", property(device))
     yield (tensor, "is_cuda", property(is_cuda))
-    yield (tensor, "data", property(tensor_data.__get__, set_data))
+    yield (tensor, "data", property(tensor_data.__get__, set_data, tensor_data.__delete__))
     grad = _Replaced(tensor_grad, _set_grad)
     get_default_nowrap_functions().add(grad.__get__)  # as PyTorch's own getter: `t.grad is t.grad` for subclasses
     yield (tensor, "grad", grad)

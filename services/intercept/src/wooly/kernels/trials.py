@@ -188,5 +188,24 @@ def _check_normal(call: Call) -> None:
                 )
 
 
+def _check_fractional_max_pool3d(call: Call) -> None:
+    x, samples = call.args[0], call.args[3]
+    if samples.dim() != 3:
+        raise RuntimeError(f"Expect _random_samples to have 3 dimensions, got {samples.dim()}")
+    if x.dim() not in (4, 5):
+        return  # the meta kernel says so
+    batch, channels, dims = samples.shape
+    if batch < (x.shape[0] if x.dim() == 5 else 1):
+        raise RuntimeError("Expect _random_samples.size(0) no less then input batch size.")
+    if channels != x.shape[-4]:
+        raise RuntimeError("Expect _random_samples.size(1) equals to input channel size.")
+    if dims != 3:
+        raise RuntimeError(f"Expect _random_samples.size(2) equals to 3; got {dims}.")
+
+
 #: The checks of `raise_kernel_errors`, by operator.
-_CHECKS: dict[str, Callable[[Call], None]] = {"multinomial": _check_multinomial, "normal": _check_normal}
+_CHECKS: dict[str, Callable[[Call], None]] = {
+    "fractional_max_pool3d": _check_fractional_max_pool3d,
+    "multinomial": _check_multinomial,
+    "normal": _check_normal,
+}
