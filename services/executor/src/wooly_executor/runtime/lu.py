@@ -1,0 +1,49 @@
+"""LU decompositions of batches on a CPU: the device's thread computes one matrix after another, on one core.
+
+The library divides a batch among its threads, and each of them calls MKL. After `torch.set_num_threads`, MKL expects several
+threads there, too, but gets one. For matrices from about 150 rows on, it then leaves a part of the pivots unwritten, and nothing
+reports an error: determinants and decompositions are wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from wooly_wis.program import Form, OperandRef
+
+from wooly_executor.bounds.work import product
+from wooly_executor.runtime.calls import LibraryCall, function_of
+from wooly_executor.runtime.torch_private import limit_products, limit_threads, threads_of_this_thread
+
+#: Operators that decompose their first argument.
+LU: Final = frozenset(
+    ("_linalg_det", "_linalg_slogdet", "_linalg_solve_ex", "linalg_inv_ex", "linalg_lu", "linalg_lu_factor_ex")
+)
+
+
+def lu_of_batch(call: LibraryCall, form: Form) -> Callable[..., Any] | None:
+    """Return a function that takes an operator's place; None: it decomposes no batch, or the library has one thread."""
+    op = call.op
+    if op.namespace != "aten" or op.overloadpacket.__name__ not in LU or torch.get_num_threads() == 1:
+        return None
+    limit, products, threads = limit_threads, limit_products, threads_of_this_thread
+    if limit is None or products is None or threads is None:
+        return None  # the library has no MKL
+    matrices = call.args[0] if call.args else None
+    view = form.operands[matrices.index].view if isinstance(matrices, OperandRef) else None
+    if view is not None and product(view.sizes[:-2]) < 2:
+        return None
+    function = function_of(op)
+
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        team, cores = threads(), products(1)
+        limit(1)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            limit(team)
+            products(cores)
+
+    return alone
