@@ -9,6 +9,7 @@ import pytest
 from wooly_cuda_c.printing import translate as translation
 from wooly_cuda_c.printing.dialects import CUDA
 from wooly_cuda_c.printing.translate import translate
+from wooly_testkit.effort import sweep
 
 GUARD, SIZE = 256, 1000
 
@@ -120,7 +121,20 @@ def memory():
     return whole, [a[GUARD:-GUARD] for a in whole]
 
 
-@pytest.mark.parametrize("name", BODIES)
+#: Parts of bodies that are translated in ways of their own.
+PARTS = (
+    *("for (int k", "for (unsigned", "for (;", "i--", "while", "break", "return", "else", " ? ", "+=", "z[", "x[z["),
+    *("float4", "const float*", "long long", "unsigned i", "int r", "gridDim", "__shared__", "extern", "__shfl"),
+)
+
+
+def kinds_of(name):
+    """The kinds of a body: its block, and the parts that it has."""
+    body, block = BODIES[name]
+    return block, *[part for part in PARTS if part in body]
+
+
+@pytest.mark.parametrize("name", sweep(BODIES, 8, kinds_of))
 def test_threads_in_lockstep_have_the_results_of_threads_in_turn(launch, name):
     """Also where indices are out of bounds, or wrap: memory and reports are the same, and nothing beside the arrays changes."""
     body, block = BODIES[name]
@@ -159,22 +173,27 @@ def inverse(n, bits):
     return found - (1 << 64) if found >= 1 << 63 else found
 
 
+#: By index: the block, and the stride whose product wraps between the corners.
+STRIDES = {
+    "threadIdx.x * (unsigned long long)s": (LINE, inverse(63, 62)),
+    "threadIdx.x * s": (LINE, inverse(63, 62)),
+    "500 - threadIdx.x * s": (LINE, inverse(63, 62)),
+    "threadIdx.x * (s / 2) * 2": (LINE, 2 * inverse(63, 61)),
+    "(unsigned)(threadIdx.x * s)": (LINE, inverse(63, 64)),
+    "(int)(threadIdx.x * s)": (LINE, inverse(63, 64)),
+    "threadIdx.x + threadIdx.y * s": (PLANE, inverse(7, 62)),
+    "threadIdx.x * s + threadIdx.y": (PLANE, inverse(15, 62)),
+}
+ACCESSES = ("y[{}] = 1.f;", "y[0] = y[{}];", "y[{}] += 1.f;", "float* q = y + ({}); *q = 1.f;")
+
+
 @pytest.mark.parametrize(
-    ("index", "block", "stride"),
-    [
-        ("threadIdx.x * (unsigned long long)s", LINE, inverse(63, 62)),
-        ("threadIdx.x * s", LINE, inverse(63, 62)),
-        ("500 - threadIdx.x * s", LINE, inverse(63, 62)),
-        ("threadIdx.x * (s / 2) * 2", LINE, 2 * inverse(63, 61)),
-        ("(unsigned)(threadIdx.x * s)", LINE, inverse(63, 64)),
-        ("(int)(threadIdx.x * s)", LINE, inverse(63, 64)),
-        ("threadIdx.x + threadIdx.y * s", PLANE, inverse(7, 62)),
-        ("threadIdx.x * s + threadIdx.y", PLANE, inverse(15, 62)),
-    ],
+    "case", sweep([f"{index} in {a}" for a in ACCESSES for index in STRIDES], 64, lambda case: case.split(" in "))
 )
-@pytest.mark.parametrize("access", ["y[{}] = 1.f;", "y[0] = y[{}];", "y[{}] += 1.f;", "float* q = y + ({}); *q = 1.f;"])
-def test_stride_that_wraps_between_the_corners_of_a_block_is_reported(launch, index, block, stride, access):
+def test_stride_that_wraps_between_the_corners_of_a_block_is_reported(launch, case):
     """The first and the last thread are within bounds, the threads between them are not."""
+    index, access = case.split(" in ")
+    block, stride = STRIDES[index]
     text = f'extern "C" __global__ void f(float* y, long long s) {{ {access.format(index)} }}'
     reports = []
     for together in (True, False):

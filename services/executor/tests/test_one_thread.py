@@ -28,6 +28,7 @@ from wooly_executor.runtime.one_thread import (
 )
 from wooly_executor.runtime.segments import Invoke, Make, Segment, Write
 from wooly_executor.runtime.torch_private import limit_products, limit_threads, threads_of_this_thread
+from wooly_testkit.effort import sweep
 from wooly_wis.dtypes import DType
 from wooly_wis.program import Form, Operand, OperandRef, Role, View
 
@@ -229,7 +230,13 @@ def test_each_operator_of_the_tables_has_a_case():
     assert {*CASES} == EXACT | ALONG | ALIGNED | ROWS.keys()
 
 
-@pytest.mark.parametrize("name", CASES)
+def kinds_of(name):
+    """The tables that an operator is in, and whether it has several cases."""
+    tables = {"exact": EXACT, "along": ALONG, "aligned": ALIGNED, "rows": ROWS, "vector": VECTOR_MATH}
+    return len(CASES[name]) > 1, *[what for what, table in tables.items() if name in table]
+
+
+@pytest.mark.parametrize("name", sweep(CASES, 5, kinds_of))
 def test_one_thread_computes_the_bits_of_several(name):
     ones = 0
     for seed, case in enumerate(CASES[name]):
