@@ -43,18 +43,32 @@ def is_private(name):
     return name.startswith("_") and not name.startswith("__")
 
 
-def defined(trees):
-    """All names that the sources define: functions, classes, variables, attributes, slots."""
+#: The kinds of nodes that define a name or use one.
+KINDS = (
+    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign, ast.Name, ast.Attribute),
+    *(ast.Import, ast.ImportFrom),
+)
+
+
+def nodes_of(source):
+    """The nodes of a source that define a name or use one."""
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, KINDS)]
+
+
+def defined(sources):
+    """All names that the nodes of the sources define: functions, classes, variables, attributes, slots."""
     found = set()
-    for tree in trees:
-        for node in ast.walk(tree):
-            match node:
-                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                    found.add(name)
-                case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
-                    found.add(name)
-                case ast.Assign(targets=[ast.Name(id="__slots__")], value=ast.Tuple(elts=slots)):
-                    found.update(s.value for s in slots)
+    for nodes in sources:
+        for node in nodes:
+            if isinstance(node, (ast.Name, ast.Attribute)):
+                if isinstance(node.ctx, ast.Store):
+                    found.add(node.id if isinstance(node, ast.Name) else node.attr)
+            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                found.add(node.name)
+            else:
+                match node:
+                    case ast.Assign(targets=[ast.Name(id="__slots__")], value=ast.Tuple(elts=slots)):
+                        found.update(s.value for s in slots)
     return found
 
 
@@ -67,10 +81,10 @@ def parts_of(node):
     return [node.id if isinstance(node, ast.Name) else "", *reversed(parts)]
 
 
-def foreign(tree, own):
-    """Line and name of each foreign private name in a source."""
+def foreign(nodes, own):
+    """Line and name of each foreign private name in the nodes of a source."""
     packages = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         names = []
         if isinstance(node, ast.Import):
             names = [a.name for a in node.names]
@@ -81,7 +95,7 @@ def foreign(tree, own):
             if name.split(".")[0] in PACKAGES and any(map(is_private, name.split("."))):
                 yield node.lineno, name
     packages &= PACKAGES
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in DOCUMENTED:
             *base, name = parts_of(node)
             if base[-1] not in OPERATORS and not OPERATORS & set(base[1:]) and (name not in own or base[0] in packages):
@@ -89,19 +103,19 @@ def foreign(tree, own):
 
 
 def sources(distribution):
-    return {p: ast.parse(p.read_text()) for p in sorted(distribution.glob("src/**/*.py"))}
+    return {p: nodes_of(p.read_text()) for p in sorted(distribution.glob("src/**/*.py"))}
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=lambda p: p.name)
 def test_foreign_private_names_are_in_one_file(distribution):
-    trees = sources(distribution)
-    own = defined(trees.values())
+    read = sources(distribution)
+    own = defined(read.values())
     found = []
-    for path, tree in trees.items():
+    for path, nodes in read.items():
         where = path.relative_to(ROOT).as_posix()
         if path.name not in FILES and not where.startswith(TRITON):
             inherited = INHERITED.get(where, set())
-            found += [f"{where}:{line}: {name}" for line, name in foreign(tree, own) if name not in inherited]
+            found += [f"{where}:{line}: {name}" for line, name in foreign(nodes, own) if name not in inherited]
     assert not found, f"move these to {' or '.join(FILES)} of the distribution:\n" + "\n".join(found)
 
 
@@ -131,5 +145,5 @@ def test_private_names_have_one_file_per_distribution(name):
     ],
 )
 def test_foreign_private_names_are_found(source, expected):
-    tree = ast.parse(source)
-    assert [name for _, name in foreign(tree, defined([tree]))] == expected
+    nodes = nodes_of(source)
+    assert [name for _, name in foreign(nodes, defined([nodes]))] == expected
