@@ -15,7 +15,10 @@ TIMEOUT_S = 300
 
 
 class Program:
-    """The ranks of one script. `url` is a list if each rank has an executor of its own.
+    """The ranks of one script, which is in SCRIPTS unless its path is absolute.
+
+    Args:
+        url: URL of the ranks' executor, or a list with one for each rank; None: the controller of the environment places them.
 
     Attributes:
         ranks: their processes.
@@ -43,7 +46,7 @@ class Program:
                 env=os.environ
                 | common
                 | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                | {"WOOLYAI_EXECUTOR_URL": urls[rank]},
+                | ({"WOOLYAI_EXECUTOR_URL": urls[rank]} if url else {}),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -54,7 +54,7 @@ def losing(case):
 
 def cases():
     """Each case with a cut after each program ("0"), and with kept frames alone ("10")."""
-    quick = {("train", "0"), ("generate", "10")}
+    quick = {("train", "0"), ("train", "10")}
     for case in CASES:
         for checkpoint_s, name in (("0", "cuts"), ("10", "frames")):
             marks = () if (case, checkpoint_s) in quick else pytest.mark.slow
