@@ -35,7 +35,7 @@ def name_of(code: CodeType) -> str:
     return f"{found[2].removesuffix('/__init__').replace('/', '.')}: {code.co_qualname}"
 
 
-def count(work: Callable[[], Any], repeat: int = 25, before: Callable[[], Any] = lambda: None) -> Counter[str]:
+def count(work: Callable[[], Any], repeat: int = 9, before: Callable[[], Any] = lambda: None) -> Counter[str]:
     """Return the instructions by function of the usual run: the one whose total is most frequent.
 
     A few runs do more than the others: every sixteenth run of a program looks at its measured times.

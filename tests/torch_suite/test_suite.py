@@ -152,6 +152,7 @@ def test_samples_with_the_same_seed_contain_each_other_and_have_their_size():
     assert drawn(0.0, 7) == set()
 
 
+@pytest.mark.slow  # the tests of samples and of outcomes that are taken over have its parts
 def test_check_of_a_sample_runs_only_what_has_no_outcome_and_nothing_when_complete(tmp_path):
     path, kept, marks = tmp_path / "test_small.py", tmp_path / "outcomes.jsonl", tmp_path / "marks"
     bodies = "".join([f"    def test_{i}(self): open({str(marks)!r}, 'a').write('{i} ')\n" for i in range(40)])
