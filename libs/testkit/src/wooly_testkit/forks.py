@@ -36,6 +36,7 @@ _SERVICES = ("wooly_executor", "wooly_router", "wooly_scheduler", "wooly_meterin
 _OF_A_CLIENT = (
     "typer", "rich.console", "rich.live", "rich.table",
     "wooly.api", "wooly.control", "wooly.export", "wooly.jobs", "wooly.traces", "wooly.kernels.cuda_c",
+    "torch._dynamo",  # every optimizer imports it, which takes a second
 )  # fmt: skip
 #: Services whose modules are loaded before the fork of a module. The services of a stack are forks of its supervisor.
 _OF_A_STACK = {"wooly_local.supervisor": _SERVICES, **{service: (service,) for service in _SERVICES}}
