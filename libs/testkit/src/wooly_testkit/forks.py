@@ -40,6 +40,8 @@ _OF_A_CLIENT = (
 )  # fmt: skip
 #: Services whose modules are loaded before the fork of a module. The services of a stack are forks of its supervisor.
 _OF_A_STACK = {"wooly_local.supervisor": _SERVICES, **{service: (service,) for service in _SERVICES}}
+#: Further modules of a service, which it imports only if it serves REST.
+_OF_SERVICE = {"wooly_router": ("wooly_router.front",)}
 #: Environment variable with another interpreter for executors: its environment may have another PyTorch (`tests/matrix.py`).
 OTHER_PYTHON = "WOOLY_TEST_EXECUTOR"
 _lock = threading.Lock()
@@ -293,7 +295,8 @@ class _Server:
         if like == "wooly" and "wooly.api" not in sys.modules:
             preload(_OF_A_CLIENT)
             sys.modules["wooly.torch_private"].all_aten_overloads()  # PyTorch creates each overload at its first use
-        if new := [f"{s}.app" for s in _OF_A_STACK.get(like, ()) if f"{s}.app" not in sys.modules]:
+        wanted = [*[f"{s}.app" for s in _OF_A_STACK.get(like, ())], *_OF_SERVICE.get(like, ())]
+        if new := [name for name in wanted if name not in sys.modules]:
             preload(new)
 
 
