@@ -7,6 +7,7 @@ import threading
 import pytest
 from wooly_bus import contracts
 from wooly_bus.access import Access
+from wooly_bus.app import TENANT_REQUESTS
 from wooly_bus.channel import ChannelClient, ChannelError
 from wooly_bus.channel.tunnel import open_tunnel
 from wooly_bus.contract_types import Rpc
@@ -170,7 +171,7 @@ def test_message_with_many_errors_reports_the_first(alice, bob, rpc, fields):
 
 
 def test_request_flood_of_tenant_leaves_room_for_others(alice, bob):
-    stop, asked, codes = threading.Event(), [0] * 48, set()
+    stop, asked, codes = threading.Event(), [0] * (TENANT_REQUESTS + 4), set()
 
     def flood(number):
         while not stop.is_set():

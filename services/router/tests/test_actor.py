@@ -103,7 +103,6 @@ async def test_open_concurrent_exclusive_requests_get_device_once(rig):
         assert error.code == "router.no_fit" and "exclusively" in str(error)
 
 
-@pytest.mark.on_both
 async def test_open_with_memory_reserved_by_another_session_is_refused(rig):
     async with rig("a") as r:
         opened = await r.open(required_vram=600)
@@ -112,7 +111,6 @@ async def test_open_with_memory_reserved_by_another_session_is_refused(rig):
         await r.open(required_vram=600)
 
 
-@pytest.mark.on_both
 async def test_open_on_full_device_waits_for_ending_session(rig, monkeypatch):
     async with rig("a") as r:
         monkeypatch.setattr(opening, "LEAVING_S", 60.0)
@@ -572,7 +570,6 @@ async def test_two_routers_on_one_database_give_exclusive_device_once(rig):
         assert sessions_by_executor(r) == [[], []]
 
 
-@pytest.mark.on_both
 async def test_open_that_is_refused_stores_failed_task_with_reason(rig):
     async with rig("a") as r:
         await refusal(r.open(required_vram=10**6))
@@ -602,7 +599,6 @@ async def test_cordoned_or_draining_node_keeps_sessions_and_takes_no_new_ones(ri
         await r.open()
 
 
-@pytest.mark.on_both
 async def test_overcommit_of_cluster_and_node_is_used_by_placement_and_executor(rig):
     async with rig("a") as r:
         await r.duties().keep_nodes()
@@ -852,7 +848,6 @@ async def test_close_and_lapse_of_two_devices_reach_both_executors(rig):
 
 
 @pytest.mark.parametrize("how", ["restarted", "closed"])
-@pytest.mark.on_both
 async def test_loss_of_one_part_ends_session_on_other_executors(rig, how):
     async with rig("a", "b", "c") as r:
         opened, other = await r.open(gpu_count=3), await r.open()

@@ -38,7 +38,6 @@ async def state(r, session):
     return (await r.tasks.get(session.session_id)).state
 
 
-@pytest.mark.on_both
 async def test_ranks_of_a_program_get_one_executor(rig):
     async with rig("a", "b") as r:
         ranks = await opened(r, 3)
@@ -47,7 +46,6 @@ async def test_ranks_of_a_program_get_one_executor(rig):
         assert other.parts[0].executor_id != ranks[0].parts[0].executor_id
 
 
-@pytest.mark.on_both
 async def test_ranks_that_need_more_memory_than_one_device_has_get_several(rig):
     async with rig("a", "b") as r:
         assert sorted(executors_of(await opened(r, 4, required_vram=450))) == ["a", "a", "b", "b"]
@@ -73,7 +71,6 @@ async def test_all_ranks_are_placed_or_none(rig):
         assert sorted(executors_of(ranks)) == ["a", "a", "b", "b"]
 
 
-@pytest.mark.on_both
 async def test_device_of_a_rank_that_has_not_asked_yet_is_not_given_to_others(rig):
     async with rig("a") as r:
         first = await r.open(gang=place(0), required_vram=500)
@@ -114,7 +111,6 @@ async def test_program_is_shown_as_one_task_with_its_ranks(rig):
             await r.desk.on_task(TaskRequest(task_id=listed[1].task_id, tenant="another"))
 
 
-@pytest.mark.on_both
 async def test_cancelled_program_ends_all_ranks(rig):
     async with rig("a") as r:
         ranks = await opened(r, 2)
@@ -127,7 +123,6 @@ async def test_cancelled_program_ends_all_ranks(rig):
         assert {session for session, _ in r.executors[0].closed} == {s.session_id for s in ranks}
 
 
-@pytest.mark.on_both
 async def test_rank_that_dies_ends_the_others_with_the_reason(rig):
     async with rig("a", "b") as r:
         ranks = [await r.open(gang=place(rank, 3, devices=2)) for rank in range(3)]
@@ -145,7 +140,6 @@ async def test_rank_that_dies_ends_the_others_with_the_reason(rig):
                 await asyncio.sleep(0.01)
 
 
-@pytest.mark.on_both
 @pytest.mark.parametrize("alive", [False, True])
 async def test_rank_whose_client_hangs_up_is_waited_for_only_if_its_client_is_heard(rig, alive):
     async with rig("a", "b") as r:

@@ -141,7 +141,6 @@ async def test_job_with_bad_module_fails_with_reason(rig_on):
             assert task.state == "failed" and task.reason.startswith(why)
 
 
-@pytest.mark.on_both
 async def test_job_without_room_waits_with_reason(rig_on):
     async with rig_on("a") as r:
         mine = await r.open(required_vram=950)
@@ -155,7 +154,6 @@ async def test_job_without_room_waits_with_reason(rig_on):
         assert await state(r) == "started"
 
 
-@pytest.mark.on_both
 async def test_job_of_tenant_over_budget_waits_for_credits(rig_on):
     async with rig_on("a") as r:
         spent = {"t": "5 of 4 were spent"}
@@ -253,7 +251,6 @@ async def test_job_with_lost_attempt_is_retried_elsewhere_within_ten_seconds(rig
         assert not await r.jobs.on_job_ended(late)
 
 
-@pytest.mark.on_both
 async def test_job_after_last_attempt_fails(rig_on):
     async with rig_on("a") as r:
         await r.jobs.on_submit_job(job(r, attempts=2))
@@ -282,7 +279,6 @@ async def test_job_refused_by_executor_is_retried_later(rig_on):
         assert await state(r) == "started" and r.executors[0].jobs[0].attempt == 2
 
 
-@pytest.mark.on_both
 async def test_job_report_before_executor_answer_counts(rig_on):
     async with rig_on("a") as r:
         await r.jobs.on_submit_job(job(r))
@@ -356,7 +352,6 @@ async def test_job_past_deadline_fails_in_queue_and_on_executor(rig_on):
         assert r.executors[0].closed == [("job-run1-1", "its deadline of 5 s has passed")]
 
 
-@pytest.mark.on_both
 async def test_job_after_cancel_stays_cancelled(rig_on):
     async with rig_on("a") as r:
         desk = r.desk

@@ -66,7 +66,6 @@ async def call_rest(http, method, path, status=200, **more):
     return content
 
 
-@pytest.mark.on_both
 async def test_config_keeps_written_values_and_defaults(rest):
     async with rest() as (_, http):
         assert (await call_rest(http, "GET", "config"))["default_vram_overcommit_percent"] == 0
@@ -126,7 +125,6 @@ async def test_node_routes_configure_cordon_and_drain(rest):
         assert (await call_rest(http, "GET", "nodes/host"))["state"] == "lost"
 
 
-@pytest.mark.on_both
 async def test_group_routes_create_change_and_delete(rest):
     async with rest("a") as (_, http):
         made = await call_rest(http, "PUT", "groups/fast", json={"description": "d", "nodes": ["host", "later"]})
@@ -269,7 +267,6 @@ async def test_credits_are_read_from_metering_within_own_tenant(rest):
         assert "budget.set" in [e["action"] for e in (await call_rest(http, "GET", "audit", headers=admin))["entries"]]
 
 
-@pytest.mark.on_both
 async def test_errors_have_one_format(rest):
     async with rest() as (r, http):
         await call_rest(http, "GET", "nothing", 404)
@@ -609,7 +606,6 @@ async def test_blobs_over_rest_are_readable_over_nats(rest):
         assert (await http.get(f"blobs/{name}")).content == b"hello"
 
 
-@pytest.mark.on_both
 async def test_nats_request_with_token_acts_for_tenant_of_token(rest):
     """Sessions, jobs and requests about tasks over NATS: the tenant comes from the token, whatever the message says."""
     async with rest("a", auth="tokens") as (r, _):
