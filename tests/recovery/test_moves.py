@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+from wooly_testkit.cluster import LOOK_S
 
 pytestmark = pytest.mark.connected
 WAIT_S = 40.0
@@ -34,7 +35,7 @@ def running(run, cluster):
     until = time.monotonic() + WAIT_S
     while not (new := [t for t in tasks(cluster) if t["task_id"] not in known and t["state"] == "started"]):
         assert time.monotonic() < until
-        time.sleep(0.05)
+        time.sleep(LOOK_S)
 
     def output():
         thread.join(WAIT_S)
@@ -57,7 +58,7 @@ def gone_on(cluster, task, executor):
     until = time.monotonic() + WAIT_S
     while ("started", f"on {executor}") not in (told := story(cluster, task))[2:]:
         assert time.monotonic() < until, told
-        time.sleep(0.05)
+        time.sleep(LOOK_S)
 
 
 def test_a_session_is_moved_on_request(cluster, alice, running, undisturbed):
@@ -126,7 +127,7 @@ def pausing(run, cluster, tmp_path, request):
     until = time.monotonic() + WAIT_S
     while not paused.exists():
         assert time.monotonic() < until
-        time.sleep(0.05)
+        time.sleep(LOOK_S)
     (task,) = [t for t in tasks(cluster) if t["task_id"] not in known]
 
     def output():
@@ -154,7 +155,7 @@ def in_state(cluster, task, state):
     until = time.monotonic() + WAIT_S
     while (now := cluster.rest("GET", f"tasks/{task['task_id']}")["task"])["state"] != state:
         assert time.monotonic() < until, now
-        time.sleep(0.05)
+        time.sleep(LOOK_S)
     return now
 
 

@@ -14,6 +14,7 @@ from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime.buffers import Buffer, Buffers
 from wooly_executor.runtime.flights import KNOWN, Flight, Flights
 from wooly_executor.runtime.prepared import Span
+from wooly_testkit.effort import examples
 from wooly_testkit.tape import Tape
 from wooly_wis.codec import encode_program
 from wooly_wis.dtypes import DType
@@ -220,7 +221,7 @@ def bound(which, given, made):
     return [at[k] for k in range(len(at))]
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(examples(8, 48)))
 def test_flights_violations_are_told_as_if_host_had_waited(make_device, seed):
     answers = []
     for known in (lambda prepared, span: None, functools.partial(known_times, None)):

@@ -13,6 +13,7 @@ from wooly_metering.errors import CorrectionError, OvertakenError, PlanError, St
 from wooly_metering.ledger.database import Database, migrate, revert
 from wooly_metering.ledger.tables import metadata
 from wooly_metering.ledger.writer import Writer, digest_of
+from wooly_testkit.effort import examples
 from wooly_wis.credits import CreditsRequest, EntriesRequest, PricePlan, QuarantineRequest
 
 from .conftest import NOW, SECOND, Ledger, delivery, event, record
@@ -385,7 +386,7 @@ def test_journal_totals_below_the_ledger_change_nothing(ledger):
     assert core_of(ledger) == 300_000_010
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(examples(3, 12)))
 def test_booked_total_is_the_maximum_of_journal_and_records_in_any_order(ledger, seed):
     chance = random.Random(seed)
     usage = [chance.randrange(1, 400_000_000) for _ in range(8)]
@@ -519,7 +520,7 @@ def test_late_usage_of_an_executor_that_was_cut_off_is_free_as_far_as_it_was_rep
     assert free(ledger) == [0, 10, 0, 0, 10, 0]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(examples(3, 16)))
 def test_losses_do_not_change_the_bill_of_a_session(ledger, seed):
     """An undisturbed session of `steps` steps pays them. Executors report usage late, journals later; checkpoints are taken."""
     chance = random.Random(seed)

@@ -39,6 +39,8 @@ from wooly_testkit.nats import nats_server
 
 #: Longest wait in seconds for an action of several processes on a busy machine.
 PATIENCE_S = 60.0
+#: Seconds between two looks at a condition. Most looks are REST requests, which take a router several milliseconds of CPU.
+LOOK_S = 0.1
 
 
 class Cluster:
@@ -158,7 +160,7 @@ class Cluster:
         until = time.monotonic() + PATIENCE_S
         while not condition():
             assert time.monotonic() < until, [p.read_text()[-500:] for p in self.folder.glob("*.log")]
-            time.sleep(0.05)
+            time.sleep(LOOK_S)
 
     def rest(self, method: str, path: str, body: object = None, token: str | None = None) -> Any:
         """Send a request to `/api/v1/<path>`. Returns the answer, or the error code. Without `token`, use the administrator's."""
