@@ -10,6 +10,7 @@ from wooly_compiler.build.worker import BuildWorker, Limits, WorkerProcess
 from wooly_compiler.render.source import Source
 from wooly_cuda_c.printing.dialects import DIALECTS
 from wooly_cuda_c.printing.translate import translate
+from wooly_testkit.effort import sampled
 from wooly_wis.foreign import decode_code
 
 from services.compiler.tests.chips.texts import CUDA_C
@@ -24,15 +25,19 @@ def worker():
         yield found
 
 
-def is_slow(case, name):
-    """Whether a build takes long: PoCL's (`test_cuda_c` builds and runs its kernels), and all functions for NVIDIA."""
-    return name == "opencl:cpu" or (case[1] == "everything" and name == "cuda:sm_90")
+#: PoCL's builds are slow (`test_cuda_c` builds and runs its kernels), and those of all functions for NVIDIA. Of the others, the
+#: quick suite has each kernel and each target.
+QUICK = sampled(
+    [f"{case[1]}-{name}" for case in CASES for name in ("cuda:sm_90", "hip:gfx942") if case[1] != "everything"],
+    8,
+    lambda what: what.split("-"),
+) | {"everything-hip:gfx942"}
 
 
 @pytest.mark.parametrize(
     ("case", "name"),
     [
-        pytest.param(case, name, id=f"{case[1]}-{name}", marks=pytest.mark.slow if is_slow(case, name) else ())
+        pytest.param(case, name, id=(i := f"{case[1]}-{name}"), marks=() if i in QUICK else pytest.mark.slow)
         for case in CASES
         for name in ("opencl:cpu", "cuda:sm_90", "hip:gfx942")
     ],
