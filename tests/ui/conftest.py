@@ -304,7 +304,7 @@ def visit(browser, cluster, shared_page):
                 if message.type in ("error", "warning") and not any(e in message.text for e in expected):
                     complaints.append(f"{message.text} {message.location.get('url')}")
 
-            page = page_with(options | ({"base_url": url} if url else {}))
+            page = page_with(options)
             for event, listener in (("pageerror", on_error), ("console", on_console)):
                 page.on(event, listener)
                 stack.callback(page.remove_listener, event, listener)
