@@ -154,8 +154,8 @@ def test_foreign_launches_on_new_memory_leave_no_gaps_in_the_heap(make_device, r
         client.sync()
         return anonymous_memory()
 
-    before = launches(20)
-    assert launches(200) - before < 50 << 20
+    before = launches(50)
+    assert launches(300) - before < 100 << 20  # all tests of this process share the heap
 
 
 def test_foreign_source_is_sent_once_per_session(make_device, runtime, wis):
