@@ -20,6 +20,7 @@ from wooly_executor.runtime.buffers import bytes_of
 from wooly_executor.runtime.calls import LibraryCall
 from wooly_executor.runtime.fresh_memory import on_zeros
 from wooly_executor.runtime.lu import lu_of_batch
+from wooly_executor.runtime.ordered_sums import ordered_sum
 from wooly_executor.runtime.products import onednn_product, split_product
 from wooly_executor.runtime.unpivoted import unpivoted
 
@@ -102,7 +103,7 @@ class TorchDevice:
         """
         instead = unpivoted(call)
         if instead is None and self.host:
-            instead = split_product(form, call.op) or lu_of_batch(call, form)
+            instead = split_product(form, call.op) or lu_of_batch(call, form) or ordered_sum(call, form)
         return call if instead is None else replace(call, instead=instead)
 
     def result(self, t: Tensor, sizes: tuple[int, ...]) -> Tensor:
