@@ -18,6 +18,7 @@ from wooly_wis.program import Form, Symbol
 
 from wooly_executor.runtime.buffers import bytes_of
 from wooly_executor.runtime.calls import LibraryCall
+from wooly_executor.runtime.complex_qr import complex_qr
 from wooly_executor.runtime.fresh_memory import on_zeros
 from wooly_executor.runtime.lu import lu_of_batch
 from wooly_executor.runtime.ordered_sums import ordered_sum
@@ -103,7 +104,9 @@ class TorchDevice:
         """
         instead = unpivoted(call)
         if instead is None and self.host:
-            instead = split_product(form, call.op) or lu_of_batch(call, form) or ordered_sum(call, form)
+            instead = split_product(form, call.op)
+            for rule in (lu_of_batch, ordered_sum, complex_qr):
+                instead = instead or rule(call, form)
         return call if instead is None else replace(call, instead=instead)
 
     def result(self, t: Tensor, sizes: tuple[int, ...]) -> Tensor:
