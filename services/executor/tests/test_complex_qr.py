@@ -9,8 +9,8 @@ from wooly_wis.dtypes import DType
 from wooly_wis.program import Form, Operand, OperandRef, Role
 
 
-def form_of(wis, name, dtype, rows, columns):
-    operands = (Operand(Role.IN, wis.at(dtype, rows, columns)),)
+def form_of(wis, name, dtype, *sizes):
+    operands = (Operand(Role.IN, wis.at(dtype, *sizes)),)
     return Form("extern", operands, (), (("args", (OperandRef(0),)), ("kwargs", ()), ("name", f"aten.{name}.default")))
 
 
@@ -33,3 +33,9 @@ def test_real_and_tall_matrices_are_left_to_the_library(wis, two_threads):
     for dtype, rows in ((DType.F64, 100), (DType.C128, 101)):
         form = form_of(wis, "linalg_qr", dtype, rows, 100)
         assert complex_qr(library_call(form), form) is None
+
+
+@pytest.mark.parametrize("sizes", [(), (100,)])
+def test_what_is_no_matrix_is_left_to_the_library_which_refuses_it(wis, two_threads, sizes):
+    form = form_of(wis, "linalg_qr", DType.C128, *sizes)
+    assert complex_qr(library_call(form), form) is None

@@ -29,7 +29,7 @@ def complex_qr(call: LibraryCall, form: Form) -> Callable[..., Any] | None:
         return None  # the library has no MKL
     matrices = call.args[0] if call.args else None
     view = form.operands[matrices.index].view if isinstance(matrices, OperandRef) else None
-    if view is not None and (view.dtype.kind != "complex" or view.sizes[-2] > view.sizes[-1]):
+    if view is not None and (view.dtype.kind != "complex" or len(view.sizes) < 2 or view.sizes[-2] > view.sizes[-1]):
         return None
     function = function_of(op)
 
