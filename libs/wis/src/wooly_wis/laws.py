@@ -181,23 +181,24 @@ def _attrs_known(form: Form) -> str | None:
 
 
 def _refs_in_range(form: Form) -> str | None:
-    def complaint(value: Attr) -> str | None:
-        if isinstance(value, OperandRef) and value.index >= len(form.operands):
-            return f"an attribute refers to operand {value.index}, but the form has {len(form.operands)} operands"
-        if isinstance(value, ParamRef) and value.index >= len(form.params):
-            return f"an attribute refers to param {value.index}, but the form has {len(form.params)} params"
-        if isinstance(value, tuple):
-            pause()
-            for item in value:
-                found = complaint(item)
-                if found:
-                    return found
-        return None
-
     for _, value in form.attrs:
-        found = complaint(value)
+        found = _out_of_range(form, value)
         if found:
             return found
+    return None
+
+
+def _out_of_range(form: Form, value: Attr) -> str | None:
+    if isinstance(value, OperandRef) and value.index >= len(form.operands):
+        return f"an attribute refers to operand {value.index}, but the form has {len(form.operands)} operands"
+    if isinstance(value, ParamRef) and value.index >= len(form.params):
+        return f"an attribute refers to param {value.index}, but the form has {len(form.params)} params"
+    if isinstance(value, tuple):
+        pause()
+        for item in value:
+            found = _out_of_range(form, item)
+            if found:
+                return found
     return None
 
 

@@ -187,12 +187,12 @@ class Verifier:
 
 def nodes_of(form: Form) -> int:
     """Number of operands and attribute values in a form. The cost of decoding the form grows with this number."""
-
-    def values(value: Attr) -> int:
-        return 1 + sum([values(v) for v in value]) if isinstance(value, tuple) else 1
-
     pause()
-    return len(form.operands) + sum([values(value) for _, value in form.attrs])
+    return len(form.operands) + sum([_values(value) for _, value in form.attrs])
+
+
+def _values(value: Attr) -> int:
+    return 1 + sum([_values(v) for v in value]) if isinstance(value, tuple) else 1
 
 
 def verify_program(program: Program, limits: Limits = DEFAULT_LIMITS) -> ProgramFacts:

@@ -446,20 +446,20 @@ def _check_references(form: Form) -> None:
     Raises:
         VerifyError: an argument refers to an operand that is only written, or a `fill` refers to an operand.
     """
-
-    def check(value: Attr) -> None:
-        if isinstance(value, OperandRef) and value.index < len(form.operands):
-            if form.opcode == "fill" or form.operands[value.index].role is Role.OUT:
-                raise VerifyError(
-                    f"{form.opcode}: an argument refers to operand {value.index}, which is only written",
-                    law="argument-has-value",
-                )
-        elif isinstance(value, tuple):
-            for item in value:
-                check(item)
-
     for _, value in form.attrs:
-        check(value)
+        _check_value(form, value)
+
+
+def _check_value(form: Form, value: Attr) -> None:
+    if isinstance(value, OperandRef) and value.index < len(form.operands):
+        if form.opcode == "fill" or form.operands[value.index].role is Role.OUT:
+            raise VerifyError(
+                f"{form.opcode}: an argument refers to operand {value.index}, which is only written",
+                law="argument-has-value",
+            )
+    elif isinstance(value, tuple):
+        for item in value:
+            _check_value(form, item)
 
 
 class _Survey(NamedTuple):

@@ -93,19 +93,20 @@ def _fixed(call: LibraryCall, args: list[Any], kwargs: dict[str, Any]) -> None:
 
 
 def _given(call: LibraryCall, form: Form) -> Given:
-    def value(attr: Attr | torch.Tensor) -> Any:
-        if isinstance(attr, OperandRef):
-            return form.operands[attr.index].view
-        if isinstance(attr, ParamRef):
-            return PARAM
-        if isinstance(attr, torch.Tensor):
-            return tuple(attr.tolist()) if attr.dim() else attr.item()
-        return tuple([value(a) for a in attr]) if isinstance(attr, tuple) else attr
-
-    args = [value(a) for a in call.args]
-    kwargs = {k: value(v) for k, v in call.kwargs}
+    args = [_known(a, form) for a in call.args]
+    kwargs = {k: _known(v, form) for k, v in call.kwargs}
     _fixed(call, args, kwargs)
     said = arguments_of(call.op, args, kwargs)
     named = {k: tuple(v) if isinstance(v, list) else v for k, v in said.items()}
     outs = [o.view for o in form.operands if o.role is not Role.IN and o.view is not None]
     return Given(named, outs)
+
+
+def _known(attr: Attr | torch.Tensor, form: Form) -> Any:
+    if isinstance(attr, OperandRef):
+        return form.operands[attr.index].view
+    if isinstance(attr, ParamRef):
+        return PARAM
+    if isinstance(attr, torch.Tensor):
+        return tuple(attr.tolist()) if attr.dim() else attr.item()
+    return tuple([_known(a, form) for a in attr]) if isinstance(attr, tuple) else attr

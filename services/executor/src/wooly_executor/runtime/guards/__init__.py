@@ -226,17 +226,17 @@ class _Param:
 
 def _sketch(call: LibraryCall, form: Form) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments of a call, with each tensor as a meta tensor of the same shape."""
+    return [_sketch_of(a, form) for a in call.args], {k: _sketch_of(v, form) for k, v in call.kwargs}
 
-    def value(attr: Any) -> Any:
-        if isinstance(attr, OperandRef):
-            view = form.operands[attr.index].view
-            if view is None:
-                raise RuntimeError("an operand has no view, but the operator needs its shape; give the operand a view")
-            return torch.empty_strided(view.sizes, view.strides, dtype=TORCH_DTYPE[view.dtype], device="meta")
-        if isinstance(attr, ParamRef):
-            return _Param()
-        if isinstance(attr, (tuple, list)):
-            return [value(a) for a in attr]
-        return attr if isinstance(attr, (Tensor, torch.device, torch.dtype)) else constant(attr)
 
-    return [value(a) for a in call.args], {k: value(v) for k, v in call.kwargs}
+def _sketch_of(attr: Any, form: Form) -> Any:
+    if isinstance(attr, OperandRef):
+        view = form.operands[attr.index].view
+        if view is None:
+            raise RuntimeError("an operand has no view, but the operator needs its shape; give the operand a view")
+        return torch.empty_strided(view.sizes, view.strides, dtype=TORCH_DTYPE[view.dtype], device="meta")
+    if isinstance(attr, ParamRef):
+        return _Param()
+    if isinstance(attr, (tuple, list)):
+        return [_sketch_of(a, form) for a in attr]
+    return attr if isinstance(attr, (Tensor, torch.device, torch.dtype)) else constant(attr)
