@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from wooly import device, native, storage
 from wooly.early_reads import EarlyReads
 from wooly.kernels.launch import ForeignKernel, Launches, Pointer
@@ -423,6 +424,59 @@ def test_linear_of_parameters_without_gradients_equal(recorded):
     assert_equal_recordings(recorded, work, calls=2)
 
 
+def test_norms_and_recurrent_cells_without_gradients_equal(recorded):
+    torch.manual_seed(0)
+    norm, cell = torch.nn.RMSNorm(8).cuda(), torch.nn.LSTMCell(8, 8).cuda()
+    gru, rnn = torch.nn.GRUCell(8, 8).cuda(), torch.nn.RNNCell(8, 8).cuda()
+    torch.cuda.synchronize()
+    recorded.kept = recorded.recorder.heap.live  # the parameters
+
+    def work():
+        x = torch.arange(24.0, device="cuda").view(3, 8)
+        with torch.no_grad():
+            for _ in range(3):
+                h, c = cell(norm(x))
+                x = rnn(gru(h, c))
+        return bits(x)
+
+    assert_equal_recordings(recorded, work, calls=12)
+
+
+def test_modes_transforms_and_gradients_see_operators_after_native_calls(cuda):
+    weight = torch.full((8,), 2.0, device="cuda", requires_grad=True)
+    x = torch.arange(24.0).view(3, 8)
+    on_device = x.cuda()
+
+    def norm(a, w):
+        return torch.nn.functional.rms_norm(a, (8,), w)
+
+    expected = norm(x, weight.detach().cpu())
+    for _ in range(3):
+        with torch.no_grad():
+            found = norm(on_device, weight)
+        assert not found.requires_grad and torch.equal(found.cpu(), expected)
+    with Named() as names, torch.no_grad():
+        norm(on_device, weight)
+    assert "aten.rsqrt.default" in names.found
+    batched = torch.func.vmap(norm, in_dims=(0, None))(on_device, weight.detach())
+    torch.testing.assert_close(batched.cpu(), expected)
+    gradient = torch.func.grad(lambda w: norm(on_device, w).sum())(weight.detach())
+    norm(on_device, weight).sum().backward()
+    torch.testing.assert_close(weight.grad, gradient)
+
+
+class Named(TorchDispatchMode):
+    """Keeps the names of the operators that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("gradients", [False, True])
 def test_attention_equal_with_and_without_switches(recorded, gradients):
     def work():
@@ -478,6 +532,8 @@ def test_calls_are_native_while_no_freed_id_can_be_used_again(cuda):
     x = torch.ones(5, 7, device="cuda")
     for _ in range(3):
         x + x
+    gc.collect()
+    torch.cuda.synchronize()  # what was freed before can be used again now, and not during the test
     heap = storage.heaps[0]
     kept, heap._reusable[:] = [*heap._reusable], []
     first, before = heap._next, native.module.counts()[0]

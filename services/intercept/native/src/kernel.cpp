@@ -257,6 +257,49 @@ class LinearKernel final : public c10::OperatorKernel {
   c10::SafeKernelFunction python_;
 };
 
+// An operator under autograd that is recorded as one instruction although PyTorch would decompose it (`wooly.kernels.whole`):
+// calls with plain tensors and without gradients. Python handles the others.
+class WholeKernel final : public c10::OperatorKernel {
+ public:
+  explicit WholeKernel(c10::SafeKernelFunction python) : python_(std::move(python)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    bool native = enabled.load(std::memory_order_relaxed) && !is_observed();
+    const size_t n = op.schema().arguments().size();
+    for (size_t i = 0; native && i < n; ++i) {
+      const c10::IValue& a = torch::jit::peek(*stack, i, n);
+      if (a.isTensor()) {
+        native = suits(a.toTensor());
+      } else if (a.isTensorList()) {
+        for (const at::Tensor& t : a.toTensorVector()) {
+          native = native && suits(t);
+        }
+      }
+    }
+    if (native) {
+      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), stack);
+    } else {
+      python_.callBoxed(op, keys, stack);
+    }
+  }
+
+ private:
+  // Whether a mode of PyTorch (`torch_dispatch`) or a function transform (`torch.func`) looks at the call.
+  static bool is_observed() {
+    using c10::DispatchKey;
+    using c10::impl::tls_is_dispatch_key_included;
+    return tls_is_dispatch_key_included(DispatchKey::Python) ||
+           tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+           tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerBackMode);
+  }
+
+  static bool suits(const at::Tensor& t) {
+    return t.defined() && is_plain(t.unsafeGetTensorImpl()) && !(t.requires_grad() && c10::GradMode::is_enabled());
+  }
+
+  c10::SafeKernelFunction python_;
+};
+
 // `aten.scaled_dot_product_attention` (`wooly.kernels.attention`): calls for which Python has chosen the fused kernel of the
 // executor's library.
 class AttentionKernel final : public c10::OperatorKernel {
@@ -473,6 +516,19 @@ PyObject* register_linear(PyObject*, PyObject*) {
   auto op = operator_of("aten::linear", "");
   const auto key = c10::DispatchKey::AutogradPrivateUse1;
   put(op, key, std::make_unique<LinearKernel>(op.getComputedKernelForDispatchKey(key)));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* register_whole(PyObject*, PyObject* args) {
+  const char *name, *overload;
+  if (!PyArg_ParseTuple(args, "ss", &name, &overload)) {
+    return nullptr;
+  }
+  HANDLE_TH_ERRORS
+  auto op = operator_of(name, overload);
+  const auto key = c10::DispatchKey::AutogradPrivateUse1;
+  put(op, key, std::make_unique<WholeKernel>(op.getComputedKernelForDispatchKey(key)));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -756,6 +812,7 @@ PyMethodDef methods[] = {
     {"register_linear", register_linear, METH_NOARGS, "Put a native kernel before the kernel in Python of aten.linear."},
     {"register_arange", register_arange, METH_NOARGS, "Put native kernels before those in Python of aten.arange."},
     {"register_attention", register_attention, METH_NOARGS, "Put native kernels before those in Python of attention."},
+    {"register_whole", register_whole, METH_VARARGS, "Put a native kernel before that in Python of an operator that is one instruction."},
     {"set_up", set_up, METH_VARARGS, "Set the heaps."},
     {"ask_for_libraries", ask_for_libraries, METH_O, "Set the function that says whether code belongs to a library."},
     {"origin", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(origin)), METH_FASTCALL,

@@ -103,6 +103,7 @@ class RegisteredDevice:
         #: Operators whose kernel is the generic one, and operators that run their CPU kernel because they read only metadata.
         self._generic_ops: list[OpOverload] = []
         self._view_ops: list[OpOverload] = list(views.KERNELS)
+        self._whole_ops: list[OpOverload] = []
 
     @property
     def recorder(self) -> Recorder:
@@ -190,6 +191,8 @@ class RegisteredDevice:
         module.register_arange()
         for op in self._view_ops:
             module.register_view(op.name().partition(".")[0], op.name().partition(".")[2])
+        for op in self._whole_ops:
+            module.register_whole(op.name().partition(".")[0], op.name().partition(".")[2])
 
     def _own_kernels(self) -> dict[str, Any]:
         """Kernels that are written for one operator, by operator name."""
@@ -314,7 +317,12 @@ class RegisteredDevice:
         for op in WHOLE:
             whole = Whole(self.generic, op)
             library.impl(short_name(op), whole, "AutogradPrivateUse1")
-            library.impl(short_name(op), whole if whole.takes_host_tensor else self.generic.kernel(op), "PrivateUse1")
+            if whole.takes_host_tensor:
+                library.impl(short_name(op), whole, "PrivateUse1")
+                continue
+            library.impl(short_name(op), self.generic.kernel(op), "PrivateUse1")
+            self._generic_ops.append(op)
+            self._whole_ops.append(op)
 
 
 def _register_fallbacks(extensions: Extensions) -> torch.library.Library:

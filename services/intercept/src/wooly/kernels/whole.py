@@ -7,7 +7,7 @@ of instructions into which the operator decomposes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,13 +18,10 @@ from wooly.kernels.generic import Generic
 from wooly.kernels.schema import host_tensor_at
 from wooly.torch_private import (
     OpOverload,
-    TreeSpec,
     dispatch_modes,
     for_each_of_batch,
     in_transform,
     schema_of,
-    tree_flatten,
-    tree_unflatten,
 )
 
 aten = torch.ops.aten
@@ -47,6 +44,9 @@ WHOLE = (
 )
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+#: How arguments were flattened: for each, the length of its list, or None; and the names of those that are keywords.
+Spec = tuple[tuple[int | None, ...], tuple[str, ...]]
 
 
 def is_traced(t: Tensor) -> bool:
@@ -87,62 +87,96 @@ class Whole:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the operator, with gradients if a tensor requires them."""
-        leaves, spec = tree_flatten((args, kwargs))
-        if in_transform() or any(is_traced(a) for a in leaves if isinstance(a, Tensor)):
+        leaves, spec = _flatten(args, kwargs)
+        tensors = [a for a in leaves if isinstance(a, Tensor)]
+        if in_transform() or any(map(is_traced, tensors)):
             return self.decompose(*args, **kwargs)
         at = self._host_at
         if at is not None:  # lengths in a host tensor become constants of the form
             args = (*args[:at], tuple(args[at].tolist()), *args[at + 1 :])
-            leaves, spec = tree_flatten((args, kwargs))
-        tensors = [a for a in leaves if isinstance(a, Tensor)]
+            leaves, spec = _flatten(args, kwargs)
+            tensors = [a for a in leaves if isinstance(a, Tensor)]
         if any(t.is_conj() or t.is_neg() for t in tensors):  # above autograd, PyTorch has not resolved these views yet
             leaves = [a.resolve_conj().resolve_neg() if isinstance(a, Tensor) else a for a in leaves]
-            args, kwargs = tree_unflatten(leaves, spec)
+            args, kwargs = _restored(leaves, spec)
             tensors = [a for a in leaves if isinstance(a, Tensor)]
         if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
             return self.record(*args, **kwargs)
         return _WholeCall.apply(self, spec, *leaves)  # type: ignore[no-untyped-call]
 
 
+def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Spec]:
+    """Return the arguments, with the elements of lists in place of the lists, and how to restore them."""
+    leaves: list[Any] = []
+    lengths: list[int | None] = []
+    for a in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(a, (list, tuple)):
+            lengths.append(len(a))
+            leaves += a
+        else:
+            lengths.append(None)
+            leaves.append(a)
+    return leaves, (tuple(lengths), tuple(kwargs))
+
+
+def _restored(leaves: Sequence[Any], spec: Spec) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Reverse `_flatten`. All lists are tuples."""
+    lengths, names = spec
+    found: list[Any] = []
+    at = 0
+    for length in lengths:
+        if length is None:
+            found.append(leaves[at])
+            at += 1
+        else:
+            found.append(tuple(leaves[at : at + length]))
+            at += length
+    n = len(found) - len(names)
+    return tuple(found[:n]), dict(zip(names, found[n:], strict=True))
+
+
 class _WholeCall(torch.autograd.Function):
     """Autograd function for one call of a `Whole` operator."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Whole, spec: TreeSpec, *leaves: Any) -> Any:
-        args, kwargs = tree_unflatten(leaves, spec)
-        ctx.set_materialize_grads(False)
-        ctx.whole, ctx.spec = whole, spec
-        ctx.at = [i for i, a in enumerate(leaves) if isinstance(a, Tensor)]
-        ctx.drawn = whole.generator_of([leaves[i] for i in ctx.at]).draw() if whole.random else None
-        ctx.rest = [None if isinstance(a, Tensor) else a for a in leaves]
+    def forward(ctx: Any, whole: Whole, spec: Spec, *leaves: Any) -> Any:
+        args, kwargs = _restored(leaves, spec)
+        at = [i for i, a in enumerate(leaves) if isinstance(a, Tensor)]
+        tensors = [leaves[i] for i in at]
         # A tensor that is passed twice has one gradient. It is returned at the first position of the tensor.
-        first = [next(j for j in ctx.at if leaves[j] is leaves[i]) for i in ctx.at]
-        distinct = list(dict.fromkeys(first))
-        ctx.places = tuple([distinct.index(i) for i in first])
-        ctx.wanted = [i for i in distinct if ctx.needs_input_grad[2 + i]]
-        ctx.ranks = tuple([distinct.index(i) for i in ctx.wanted])
-        ctx.save_for_backward(*[leaves[i] for i in ctx.at])
-        results = whole.differentiated(args, kwargs, ctx.places, ctx.ranks, None, ctx.drawn)
+        ranks: dict[int, int] = {}
+        places = tuple([ranks.setdefault(id(t), len(ranks)) for t in tensors])
+        distinct = [at[places.index(k)] for k in range(len(ranks))]
+        needs = ctx.needs_input_grad
+        wanted = [i for i in distinct if needs[2 + i]]
+        ranked = tuple([k for k, i in enumerate(distinct) if needs[2 + i]])
+        drawn = whole.generator_of(tensors).draw() if whole.random else None
+        rest = [None if isinstance(a, Tensor) else a for a in leaves]
+        ctx.set_materialize_grads(False)
+        ctx.kept = whole, spec, at, rest, places, ranked, wanted, drawn
+        ctx.save_for_backward(*tensors)
+        results = whole.differentiated(args, kwargs, places, ranked, None, drawn)
         return results[0] if len(results) == 1 else tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        whole, leaves, wanted = ctx.whole, list(ctx.rest), ctx.wanted
+        whole, spec, at, rest, places, ranked, wanted, drawn = ctx.kept
+        results: list[Any] = [None] * (2 + len(rest))
         if all(g is None for g in grads):  # nothing depends on the results
-            return (None, None, *[None] * len(leaves))
-        for i, t in zip(ctx.at, ctx.saved_tensors, strict=True):
+            return tuple(results)
+        leaves = rest.copy()
+        for i, t in zip(at, ctx.saved_tensors, strict=True):
             leaves[i] = t
-        args, kwargs = tree_unflatten(leaves, ctx.spec)
+        args, kwargs = _restored(leaves, spec)
         if torch.is_grad_enabled():
             found = _differentiable(whole, args, kwargs, grads, [leaves[i] for i in wanted])
         else:
-            call = partial(whole.differentiated, args, kwargs, ctx.places, ctx.ranks, drawn=ctx.drawn)
+            call = partial(whole.differentiated, args, kwargs, places, ranked, drawn=drawn)
             # `torch.vmap` over gradients, or `is_grads_batched=True`.
             found = _Gradients.apply(call, *grads) if in_transform() else for_each_of_batch(call, grads)  # type: ignore[no-untyped-call]
-        results: list[Any] = [None] * len(leaves)
         for i, g in zip(wanted, found, strict=True):
-            results[i] = g
-        return (None, None, *results)
+            results[2 + i] = g
+        return tuple(results)
 
 
 class _Gradients(torch.autograd.Function):
