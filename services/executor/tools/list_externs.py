@@ -12,7 +12,7 @@ import torch
 
 WHOLE = re.compile(
     r"^(clone|convolution|convolution_backward|native_dropout|embedding|linalg_lstsq|linear|range|kaiser_window|rms_norm"
-    r"|cross_entropy_loss|_scaled_dot_product_attention_math|(gru|lstm|rnn_tanh|rnn_relu)(_cell)?|_foreach_\w+)$"
+    r"|cross_entropy_loss|abs_?|logical_(not|and|or|xor)_?|_scaled_dot_product_attention_math|(gru|lstm|rnn_tanh|rnn_relu)(_cell)?|_foreach_\w+)$"
 )
 #: Storage surgery, other layouts, packed or quantised weights, nested tensors, raw metadata, host-only or unchecked internals.
 DENIED = re.compile(

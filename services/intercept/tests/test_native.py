@@ -16,6 +16,7 @@ from wooly.early_reads import EarlyReads
 from wooly.kernels.launch import ForeignKernel, Launches, Pointer
 from wooly.origins import describe_origin, find_origin
 from wooly.settings import Settings
+from wooly_wis.codec import decode_program
 from wooly_wis.dtypes import DType
 from wooly_wis.foreign import Source
 
@@ -99,6 +100,11 @@ def assert_equal_recordings(recorded, work, calls=1):
     assert found[1:] == expected[1:]
 
 
+def forms_of(frames):
+    """The forms of the programs that were sent."""
+    return [form for frame in frames if frame[0] == "define" for form in decode_program(frame[1]).forms]
+
+
 def bits(t):
     """The content of a tensor."""
     return t.detach().cpu().contiguous().view(torch.uint8).tolist()
@@ -113,6 +119,35 @@ def test_elementwise_and_products_equal(recorded):
         return bits(y)
 
     assert_equal_recordings(recorded, work, calls=20)
+
+
+def test_magnitudes_and_logic_are_one_instruction_each(recorded):
+    def work():
+        x = torch.arange(-8.0, 8.0, device="cuda").view(4, 4)
+        far, odd = x.abs() > 3, x.logical_not()
+        near = torch.logical_or(far, odd).logical_and(x.isfinite()).logical_xor_(odd)
+        return bits(x.abs_() * near)
+
+    assert_equal_recordings(recorded, work, calls=10)
+    frames = recorded(work, on=True)[0]
+    forms = forms_of(frames)
+    assert {"abs", "logical_not", "logical_or", "logical_and", "logical_xor"} <= {form.opcode for form in forms}
+
+
+def test_norms_and_dot_products_equal(recorded):
+    def work():
+        x = torch.arange(1.0, 17.0, device="cuda").view(4, 4)
+        return bits(torch.linalg.vector_norm(x, dim=1) + x[0].dot(x[1]) + x.norm(p=1))
+
+    assert_equal_recordings(recorded, work, calls=3)
+
+
+def test_norm_of_nothing_depends_on_order_after_known_calls(cuda):
+    empty = torch.empty(0, device="cuda")
+    for _ in range(4):
+        assert torch.linalg.vector_norm(empty, 2).item() == 0
+    with pytest.raises(RuntimeError, match="cannot compute"):
+        torch.linalg.vector_norm(empty, torch.inf)
 
 
 def test_views_and_in_place_operations_equal(recorded):

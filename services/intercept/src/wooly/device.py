@@ -67,7 +67,12 @@ from wooly.torch_private import (
 aten = torch.ops.aten
 
 #: Composite operators that are recorded as one instruction. ATen would decompose them into several.
-_WHOLE = ("clone", "convolution", "convolution_backward", "native_dropout", "embedding", "linalg_lstsq")
+_WHOLE = (
+    *("clone", "convolution", "convolution_backward", "native_dropout", "embedding", "linalg_lstsq"),
+    # ATen makes an empty result for these, and resizes it. They have opcodes, so plans can contain them.
+    *("abs", "abs_", "logical_not", "logical_not_", "logical_and", "logical_and_", "logical_or", "logical_or_"),
+    *("logical_xor", "logical_xor_"),
+)
 #: Factories that need a kernel here. ATen would compute their values with a CPU kernel.
 _FACTORIES = (
     aten.range.default,
@@ -77,7 +82,7 @@ _FACTORIES = (
     aten.kaiser_window.beta,
 )
 #: Operators of which calls can be native although their kernel in Python is not the generic one alone.
-_TEACHABLE = indexing.INDEXED | {"convolution", "native_batch_norm"}
+_TEACHABLE = indexing.INDEXED | {"convolution", "native_batch_norm", "linalg_vector_norm", "dot", "vdot", "nansum"}
 #: Operators on metadata. Their CPU kernels do not access the tensor's memory, so they work for device tensors, too.
 _METADATA = ("is_set_to", "_sparse_broadcast_to")
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined] # public, but not in its __all__
 
+from wooly import native
 from wooly.devices import mixed_devices
 from wooly.errors import RemoteOperationError
 from wooly.kernels.schema import Kernel
@@ -259,11 +260,15 @@ def at_call(record: Kernel, recorder_of: Callable[[Tensor], Recorder]) -> Kernel
 def vector_norm(record: Kernel) -> Kernel:
     """`aten.linalg_vector_norm`. Whether an empty tensor has a norm depends on the order, which is no part of a signature."""
 
-    def run(t: Tensor, order: Any = 2, *args: Any, **kwargs: Any) -> Any:
-        if not t.numel() and not isinstance(order, complex) and (order < 0 or order == torch.inf):
-            given = {name: value for name, value in kwargs.items() if name != "out"}
-            aten.linalg_vector_norm(torch.empty(t.shape, dtype=t.dtype, device="meta"), order, *args, **given)
-        return record(t, order, *args, **kwargs)
+    def run(t: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not t.numel():
+            order = args[0] if args else 2
+            if not isinstance(order, complex) and (order < 0 or order == torch.inf):
+                given = {name: value for name, value in kwargs.items() if name != "out"}
+                aten.linalg_vector_norm(torch.empty(t.shape, dtype=t.dtype, device="meta"), *args, **given)
+            if native.module is not None:
+                native.module.disarm()  # calls of this signature with other orders must come here, too
+        return record(t, *args, **kwargs)
 
     return run
 

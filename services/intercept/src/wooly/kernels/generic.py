@@ -134,7 +134,8 @@ class Generic:
         facts = OpFacts(op)
         if not views and flags is None:
             self.facts[op] = facts
-        plans = self._plans
+        plans, out_sizes = self._plans, self._out_sizes
+        resize_outs, asks_host = self._resize_outs, facts.name in RESIZED_ON_HOST
         devices = self._devices
         scalar_at = facts.scalar
         scalar_kw = facts.scalar_kw
@@ -186,6 +187,11 @@ class Generic:
             else:
                 if native.module is not None:
                     native.module.disarm()
+                if mutable and not asks_host:
+                    wrong = out_sizes.get(signature)
+                    if wrong is not None:
+                        resize_outs(facts, kwargs, wrong, warn=True)
+                        return run(*args, drawn_from=drawn_from, **kwargs)
                 if facts.each_alone and not (_on_one_device(buffers) and _lists_on_device(args)):
                     return redispatch_cpu(op)(*args, **kwargs)
                 if passes_undefined and args[0] is None:
@@ -359,20 +365,11 @@ class Generic:
         if facts.op.overloadpacket is torch.ops.aten.where and args[0].is_cpu:
             condition = args[0].to(torch.device(NAME, self._recorder_of(buffers, call).heap.index))
             return Call((condition, *args[1:]), kwargs)
-        wrong = None if facts.name in RESIZED_ON_HOST else self._out_sizes.get(signature)
-        if wrong is None:
-            try:
-                planned = self._builder.build(facts, call, self._recorder_of(buffers, call), flags)
-            except ResizeOutError as e:
-                wrong = self._out_sizes[signature] = e.sizes
-            # Inference has already warned of the resize.
-        elif facts.op.overloadpacket.__name__ not in RESIZE_SILENTLY:
-            for name, (sizes, _) in wrong.items():
-                warn_of_resize(kwargs[name], sizes)
-        if wrong is not None:
-            assert self.resize is not None
-            for name, (sizes, strides) in wrong.items():
-                self.resize(kwargs[name], sizes, strides)
+        try:
+            planned = self._builder.build(facts, call, self._recorder_of(buffers, call), flags)
+        except ResizeOutError as e:
+            self._out_sizes[signature] = e.sizes
+            self._resize_outs(facts, kwargs, e.sizes, warn=False)  # inference has already warned
             return call
         new = [out[0].dtype for out in planned.plan.outs if out is not None]
         other = without_default_dtype(facts, call, new)
@@ -383,6 +380,21 @@ class Generic:
         if not planned.alerts:
             self._plans[signature] = planned.plan
         return planned
+
+    def _resize_outs(
+        self,
+        facts: OpFacts,
+        kwargs: dict[str, Any],
+        sizes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]],
+        *,
+        warn: bool,
+    ) -> None:
+        """Give the `out=` tensors of a call the sizes and strides of its results, and warn as ATen does."""
+        assert self.resize is not None
+        for name, (shape, strides) in sizes.items():
+            if warn and facts.op.overloadpacket.__name__ not in RESIZE_SILENTLY:
+                warn_of_resize(kwargs[name], shape)
+            self.resize(kwargs[name], shape, strides)
 
     def _recorder_of(self, buffers: list[int], call: Call) -> Recorder:
         """The recorder of the device on which a call runs.
