@@ -142,6 +142,42 @@ def test_norms_and_dot_products_equal(recorded):
     assert_equal_recordings(recorded, work, calls=3)
 
 
+def test_norms_in_training_and_masked_writes_equal(recorded):
+    def work():
+        x, mean, var = (
+            torch.arange(12.0, device="cuda").view(4, 3),
+            torch.zeros(3, device="cuda"),
+            torch.ones(3, device="cuda"),
+        )
+        at = torch.tensor([2, 0], device="cuda")
+        for _ in range(3):
+            y = torch.nn.functional.batch_norm(x, mean, var, training=True)
+            x = (x + y).masked_fill_(y < 0, 0.5).index_put_((at,), y[:2]).index_fill_(1, at, 2.0)
+        return bits(x), bits(mean), bits(var)
+
+    assert_equal_recordings(recorded, work, calls=18)
+
+
+def test_write_over_part_of_operand_is_refused_after_same_call_on_other_memory(cuda):
+    x, y = torch.arange(6.0, device="cuda"), torch.ones(6, device="cuda")
+    before = native.module.counts()[0]
+    for _ in range(4):
+        x[1:].add_(y[:-1])
+    assert native.module.counts()[0] > before
+    with pytest.raises(RuntimeError, match="memory location"):
+        x[1:].add_(x[:-1])
+    assert x.tolist() == [0, 5, 6, 7, 8, 9]
+
+
+def test_running_statistics_are_read_after_native_calls(cuda):
+    x, mean, var = torch.full((4, 1), 3.0, device="cuda"), torch.zeros(1, device="cuda"), torch.ones(1, device="cuda")
+    seen = []
+    for _ in range(5):
+        torch.nn.functional.batch_norm(x, mean, var, training=True, momentum=0.5)
+        seen.append(mean.item())
+    assert seen == [1.5, 2.25, 2.625, 2.8125, 2.90625]
+
+
 def test_norm_of_nothing_depends_on_order_after_known_calls(cuda):
     empty = torch.empty(0, device="cuda")
     for _ in range(4):

@@ -177,8 +177,9 @@ class Kernel final : public c10::OperatorKernel {
       return;
     }
     c10::SmallVector<c10::IValue, 4> returned;
+    auto fresh = results.begin();
     for (int64_t at : facts_.returned) {
-      returned.push_back(torch::jit::peek(*stack, at, n));
+      returned.push_back(at < 0 ? c10::IValue(std::move(*fresh++)) : torch::jit::peek(*stack, at, n));
     }
     torch::jit::drop(*stack, n);
     for (c10::IValue& value : returned) {
@@ -781,10 +782,10 @@ PyObject* learn_fused(PyObject*, PyObject* name) {
 
 PyObject* learn(PyObject*, PyObject* args) {
   const char* name;
-  PyObject *program, *form, *outs, *written, *buffers, *params;
+  PyObject *program, *form, *outs, *written, *buffers, *params, *apart = nullptr;
   int copies = 0;
-  if (!PyArg_ParseTuple(args, "sO!OO!O!O!O!|p", &name, &ProgramType, &program, &form, &PyTuple_Type, &outs, &PyTuple_Type,
-                        &written, &PyList_Type, &buffers, &PyList_Type, &params, &copies)) {
+  if (!PyArg_ParseTuple(args, "sO!OO!O!O!O!|pO!", &name, &ProgramType, &program, &form, &PyTuple_Type, &outs, &PyTuple_Type,
+                        &written, &PyList_Type, &buffers, &PyList_Type, &params, &copies, &PyTuple_Type, &apart)) {
     return nullptr;
   }
   if (!is_taught(name)) {
@@ -799,6 +800,10 @@ PyObject* learn(PyObject*, PyObject* args) {
     }
     if (learned.plan != nullptr) {
       learned.plan->copies = copies;
+      for (Py_ssize_t i = 0; apart != nullptr && i < PyTuple_GET_SIZE(apart); ++i) {
+        const auto pair = numbers_of(PyTuple_GET_ITEM(apart, i));
+        learned.plan->apart.emplace_back(pair[0], pair[1]);
+      }
     }
   } catch (const PythonFailure&) {
     return nullptr;

@@ -188,6 +188,7 @@ struct Plan {
   bool copies = false; // the first tensor becomes a copy of the second one, which the instruction names first
   std::vector<std::unique_ptr<Layout>> outs; // null: the operator returns an undefined tensor
   std::vector<size_t> written;               // positions of the buffers that the call writes
+  std::vector<std::pair<size_t, size_t>> apart; // pairs of operands that would overlap in one buffer
 };
 
 // Names of attributes and methods, made when the module is loaded.
@@ -303,6 +304,11 @@ inline bool is_usual(const Plan& plan, const HeapFields* heap, const Signature& 
   }
   if (plan.copies && s.buffers[0] == s.buffers[1]) {
     return false; // Python looks whether the two overlap
+  }
+  for (auto [a, b] : plan.apart) {
+    if (s.buffers[a] == s.buffers[b]) {
+      return false; // Python looks whether the operator allows it
+    }
   }
   if (PyList_GET_SIZE(heap->dead)) {
     // An instruction that an exception left incomplete has a slot, and no origin.

@@ -262,9 +262,8 @@ class RegisteredDevice:
         if name == "convolution":
             kernel = layers.convolution(kernel)
         if bare == "native_batch_norm":
-            kernel = layers.batch_norm(
-                kernel, self.generic.kernel(getattr(aten._native_batch_norm_legit, overload_name(op)))
-            )
+            training = getattr(aten._native_batch_norm_legit, overload_name(op))
+            kernel = layers.batch_norm(kernel, self.generic.kernel(training, teaches=op))
         if name in indexing.ON_EXPANDED:
             kernel = indexing.on_expanded(kernel, op, indexing.ON_EXPANDED[name])
         if name in indexing.FILLING:

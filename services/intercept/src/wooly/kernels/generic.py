@@ -114,7 +114,13 @@ class Generic:
             self._flags.watch(look)
         look()
 
-    def kernel(self, op: OpOverload, views: tuple[Any, ...] = (), flags: tuple[str, ...] | None = None) -> Kernel:
+    def kernel(
+        self,
+        op: OpOverload,
+        views: tuple[Any, ...] = (),
+        flags: tuple[str, ...] | None = None,
+        teaches: OpOverload | None = None,
+    ) -> Kernel:
         """Make the kernel of one operator overload.
 
         Args:
@@ -122,6 +128,7 @@ class Generic:
             views: per argument, whether it is a conjugate view and a negative view that the executor reads as such. It becomes
                 part of every signature.
             flags: flags that the kernel keeps; None: it follows those of the process.
+            teaches: the operator with the same arguments and results whose calls this kernel records; None: `op`.
         """
         head: Any = op
         asked: tuple[str, ...] = ()
@@ -132,6 +139,7 @@ class Generic:
 
         self._follow(op, (op, views) if views else op, flags, follow)
         facts = OpFacts(op)
+        taught = facts.name if teaches is None else str(teaches)
         if not views and flags is None:
             self.facts[op] = facts
         plans, out_sizes = self._plans, self._out_sizes
@@ -182,8 +190,9 @@ class Generic:
             signature = tuple(key)
             plan = plans.get(signature)
             if plan is not None:
-                if _learn is not None and not (plan.special or plan.random or (mutable and plan.outs)):
-                    _learn(facts.name, plan.recorder, plan.form, plan.outs, plan.written, buffers, params)
+                if _learn is not None and not plan.random and (plan.apart or not plan.special):
+                    known = plan.recorder, plan.form, plan.outs, plan.written, buffers, params
+                    _learn(taught, *known, False, plan.apart)
             else:
                 if native.module is not None:
                     native.module.disarm()
@@ -222,8 +231,8 @@ class Generic:
                     if params:
                         recorder.params += params
                     if plan.special or (mutable and plan.outs):
-                        return finish(facts, plan, buffers, where, args, kwargs)
-                    if mutable:
+                        result = finish(facts, plan, buffers, where, args, kwargs)
+                    elif mutable:
                         link = recorder.link
                         if link is not None and link.mirroring:
                             for w in plan.written:
