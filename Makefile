@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+NATIVE_STAMP := $(VENV)/.native-ready
 # Byte code of the tests is kept, also where the environment forbids it: compiling it again takes each worker ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 # Many tests wait for other processes, so two workers more than cores keep the cores busy. A worker takes one to two GiB of memory.
@@ -11,6 +12,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 2,
 # A worker that dies ends the run: pytest-xdist 3.8 replaces it and may then wait for ever (its issue 1378).
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 DISTRIBUTIONS := $(patsubst %/pyproject.toml,./%,$(wildcard libs/*/pyproject.toml services/*/pyproject.toml deploy/*/pyproject.toml integrations/*/pyproject.toml))
+NATIVE := $(wildcard services/intercept/native/src/*) services/intercept/native/setup.py
 MANIFESTS := constraints.txt requirements/dev.txt pyproject.toml VERSION hatch_build.py $(DISTRIBUTIONS:%=%/pyproject.toml)
 
 .DEFAULT_GOAL := help
@@ -20,7 +22,7 @@ help: ## list the tasks
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 .PHONY: setup
-setup: $(STAMP) ## prepare .venv with everything (both run and test call it)
+setup: $(NATIVE_STAMP) ## prepare .venv with everything (both run and test call it)
 
 $(STAMP): $(MANIFESTS)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' || \
@@ -29,9 +31,12 @@ $(STAMP): $(MANIFESTS)
 		{ echo "cannot make a virtual environment; on Debian or Ubuntu: apt-get install python3-venv"; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements/dev.txt
+	@touch $(STAMP)
+
+$(NATIVE_STAMP): $(STAMP) $(NATIVE)
 	@if command -v $${CXX:-c++} > /dev/null; then $(MAKE) --no-print-directory native || echo "wooly-native was not built; the client is pure Python"; \
 		else echo "no C++ compiler, so wooly-native is not built; the client is pure Python"; fi
-	@touch $(STAMP)
+	@touch $(NATIVE_STAMP)
 
 .PHONY: native
 native: ## build the client's native kernels into .venv (optional; needs a C++ compiler, one minute)

@@ -1,9 +1,11 @@
 """Builds the native kernels for the PyTorch and the Python that run this file.
 
 The module uses PyTorch's C++ API, which has no stable ABI. So a wheel fits one release of PyTorch: the wheel requires that
-release, and `wooly_native/_built.py` names it, because `wooly` asks before it loads the module.
+release, and `wooly_native/_built.py` names it, because `wooly` asks before it loads the module. It also has the digest of the
+sources.
 """
 
+import runpy
 from pathlib import Path
 
 import torch
@@ -13,8 +15,12 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension
 HERE = Path(__file__).parent
 BUILD = str(torch.__version__)  # with its build, such as +cpu: other builds may have other flags
 
-(HERE / "wooly_native" / "_built.py").write_text(
-    f'"""The release of PyTorch for which the module was built. Written by setup.py."""\n\nTORCH = "{BUILD}"\n'
+PACKAGE = HERE / "wooly_native"
+SOURCES = runpy.run_path(str(PACKAGE / "_sources.py"))["digest"](PACKAGE)
+
+(PACKAGE / "_built.py").write_text(
+    '"""The release of PyTorch for which the module was built, and its sources. Written by setup.py."""\n\n'
+    f'TORCH = "{BUILD}"\nSOURCES = "{SOURCES}"\n'
 )
 
 setup(
@@ -24,7 +30,7 @@ setup(
         CppExtension(
             "wooly_native._native",
             ["src/fields.cpp", "src/kernel.cpp"],
-            depends=["src/fields.h", "src/signature.h"],
+            depends=["src/fields.h", "src/recording.h", "src/signature.h"],
             extra_compile_args=["-O2", "-fno-plt", "-Wall", "-Wextra", "-Wno-missing-field-initializers"],
         )
     ],

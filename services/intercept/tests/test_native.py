@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import importlib
 import threading
 import types
 import warnings
@@ -737,3 +738,17 @@ def test_random_gradients_equal_python(recorded, sequence):
         return [bits(x.grad), bits(w.grad)]
 
     assert_equal_recordings(recorded, work, calls=1)
+
+
+def test_sources_that_changed_since_the_build_are_noticed(tmp_path):
+    digest = importlib.import_module("wooly_native._sources").digest
+    package = tmp_path / "wooly_native"
+    package.mkdir()
+    assert digest(package) is None  # as in a wheel
+    (tmp_path / "src").mkdir()
+    source = tmp_path / "src/kernel.cpp"
+    source.write_text("int one;")
+    before = digest(package)
+    source.write_text("int two;")
+    assert before != digest(package)
+    assert not importlib.import_module("wooly_native").is_outdated()

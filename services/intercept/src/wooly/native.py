@@ -41,6 +41,8 @@ def _load() -> tuple[Any, str]:
     built_for, have = package.TORCH, str(torch.__version__)
     if built_for != have:
         return None, f"wooly-native was built for PyTorch {built_for}, and PyTorch {have} is installed"
+    if package.is_outdated():
+        return None, "the sources of wooly-native have changed since it was built; build it again: make native"
     try:
         return importlib.import_module(f"{PACKAGE}._native"), ""
     except ImportError as e:
