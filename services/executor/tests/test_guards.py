@@ -1,6 +1,8 @@
 """Guards refuse arguments that do not fit together before an operator that does not check them is called."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,48 @@ def test_guards_operator_without_law_is_called_unchanged(wis):
     form = Form("extern", (), (), (("args", ()), ("kwargs", ()), ("name", "aten.neg.default")))
     call = LibraryCall(torch.ops.aten.neg.default, (), ())
     assert guards.guarded(call, form) is call and not guards.looks_at_values(call)
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_gradient_of_sampling_with_another_shape_is_refused(dims):
+    law = guards.LAWS[f"grid_sampler_{dims}d_backward"]
+    image, grid, grad = torch.ones(2, 3, *[4] * dims), torch.zeros(2, *[5] * dims, dims), torch.ones(2, 3, *[5] * dims)
+    fitting = {"input": image, "grid": grid, "grad_output": grad}
+    law.shapes(fitting)
+    wrong = [
+        ("grad_output", grad[:, :, 1:]),
+        ("grad_output", grad[:, 1:]),
+        ("grid", grid[1:]),
+        ("grid", grid[..., 1:]),
+        ("grid", grid[0]),
+        ("input", image[0]),
+        ("input", image[:, :, :0]),
+    ]
+    for name, t in wrong:
+        with pytest.raises(RuntimeError, match=" must "):
+            law.shapes(fitting | {name: t})
+
+
+def test_laws_of_gradients_do_not_import_dynamo():
+    """The import takes a second, in which the executor serves no session."""
+    calls = [
+        "grid_sampler_2d_backward={'input': i, 'grid': i[:, :, :, :2], 'grad_output': i}",
+        "avg_pool2d_backward={'self': i, 'grad_output': i, 'kernel_size': [1, 1], 'stride': [1, 1], 'padding': [0, 0], "
+        "'ceil_mode': False, 'count_include_pad': True, 'divisor_override': None}",
+        "reflection_pad2d_backward={'self': i, 'padding': [0, 0, 0, 0], 'grad_output': i}",
+        "replication_pad2d_backward={'self': i, 'padding': [0, 0, 0, 0], 'grad_output': i}",
+        "_cdist_backward={'x1': i, 'x2': i, 'p': 2.0, 'compute_mode': None, 'grad': i, 'cdist': i}",
+    ]
+    script = f"""
+import sys, torch
+from wooly_executor.runtime import guards
+i = torch.ones(2, 2, 2, 2)
+for name, given in dict({", ".join(calls)}).items():
+    guards.LAWS[name].shapes(given)
+assert "torch._dynamo" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,23 @@ def _scaled(given: Arguments) -> None:
         )
 
 
+def _sampled(dims: int) -> Check:
+    """Require that `input` and `grid` fit together, and that `grad_output` has the shape of the result.
+
+    PyTorch's meta kernel of `grid_sampler_2d` also knows this shape, but its first call imports Dynamo, which takes a second.
+    """
+
+    def check(given: Arguments) -> None:
+        image, grid = given["input"], given["grid"]
+        for name, t in (("input", image), ("grid", grid)):
+            require(t.dim() == dims + 2, f"{name} must have {dims + 2} dimensions, but it has {t.dim()}")
+        require_shape(given, "grid", [len(image), *grid.shape[1:-1], dims])
+        require(image.shape[2:].numel() > 0, "the sampled dimensions of input must not be empty")
+        require_shape(given, "grad_output", [*image.shape[:2], *grid.shape[1:-1]])
+
+    return check
+
+
 #: Largest absolute value of a grid for which the vectorised kernel is called.
 _FAR = 1e12
 
@@ -137,10 +154,8 @@ LAWS: dict[str, ArgumentLaw] = {
     ),
     "fractional_max_pool2d_backward": ArgumentLaw(all_of(_fractional(2), _packed_indices), _in_window(2)),
     "fractional_max_pool3d_backward": ArgumentLaw(all_of(_fractional(3), _packed_indices), _in_window(3)),
-    "grid_sampler_2d_backward": ArgumentLaw(
-        backward_of(aten.grid_sampler_2d.default, grad_output=0), _near, instead=_sampled_backward
-    ),
-    "grid_sampler_3d_backward": ArgumentLaw(backward_of(aten.grid_sampler_3d.default, grad_output=0)),
+    "grid_sampler_2d_backward": ArgumentLaw(_sampled(2), _near, instead=_sampled_backward),
+    "grid_sampler_3d_backward": ArgumentLaw(_sampled(3)),
     "reflection_pad1d_backward": ArgumentLaw(backward_of(aten.reflection_pad1d.default, grad_output=0)),
     "reflection_pad2d_backward": ArgumentLaw(backward_of(aten.reflection_pad2d.default, grad_output=0)),
     "reflection_pad3d_backward": ArgumentLaw(backward_of(aten.reflection_pad3d.default, grad_output=0)),
