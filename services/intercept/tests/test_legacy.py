@@ -1,5 +1,6 @@
 """The old tensor types of `torch.cuda`."""
 
+import numpy as np
 import pytest
 import torch
 from wooly.facade.legacy import KINDS
@@ -59,3 +60,37 @@ def test_default_tensor_type_sets_device_and_dtype(cuda):
     finally:
         torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)
+
+
+def test_constructor_of_tensor_makes_tensors_of_default_type(cuda):
+    class Named(torch.Tensor):
+        pass
+
+    try:
+        torch.set_default_tensor_type(torch.cuda.FloatTensor)
+        for made, shape in (
+            (torch.Tensor([1, 2]), (2,)),
+            (torch.Tensor(np.ones(3)), (3,)),
+            (torch.Tensor(2, 3), (2, 3)),
+            (torch.Tensor(np.int64(2), 3), (2, 3)),
+            (torch.Tensor(np.int64(3)), (3,)),
+            (torch.Tensor(torch.Size([4])), (4,)),
+            (torch.Tensor(), (0,)),
+            (Named([1, 2]), (2,)),
+        ):
+            assert made.is_cuda and made.dtype is torch.float32 and made.shape == shape
+        assert type(Named([1.0])) is Named and Named([1.0]).tolist() == [1.0]
+        x = torch.ones(2)
+        assert torch.Tensor(x).data_ptr() == x.data_ptr()
+        with pytest.raises(RuntimeError, match="expects device type: cuda but device type: cpu"):
+            torch.Tensor([1.0], device="cpu")
+        layer = torch.nn.Linear(2, 3)
+        layer(torch.Tensor([[1, 2]])).sum().backward()
+        assert layer.weight.grad.tolist() == [[1.0, 2.0]] * 3
+        torch.set_default_dtype(torch.float64)
+        assert torch.Tensor([1]).dtype is torch.float64 and torch.Tensor([1]).is_cuda
+        torch.set_default_tensor_type(torch.FloatTensor)
+        assert torch.Tensor([1]).device.type == Named([1]).device.type == "cpu"
+        assert torch.Tensor(2, 3).shape == (2, 3)
+    finally:
+        torch.set_default_tensor_type(torch.FloatTensor)

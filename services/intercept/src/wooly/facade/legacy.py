@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class TensorType(type):
             raise RuntimeError(
                 f"legacy constructor expects device type: {CUDA} but device type: {where.type} was passed"
             )
-        if len(arguments) == 1 and not isinstance(arguments[0], (int, torch.Size)):
+        if len(arguments) == 1 and not isinstance(arguments[0], (Integral, torch.Size)):
             data = arguments[0]
             if not isinstance(data, torch.Tensor):
                 return torch.tensor(data, dtype=cls.dtype, device=where)
@@ -73,10 +74,24 @@ class TensorType(type):
 
 def patches() -> Iterator[Patch]:
     """Yield the patches (owner, name, value) for the tensor types, and for the functions that take a type."""
+    types = {}
     for kind, dtype in KINDS.items():
         name = f"{kind}Tensor"
-        yield (torch.cuda, name, TensorType(name, (), {"dtype": dtype, "__module__": "torch.cuda"}))
-    real_type, real_default = torch.Tensor.type, torch.set_default_tensor_type
+        types[dtype] = TensorType(name, (), {"dtype": dtype, "__module__": "torch.cuda"})
+        yield (torch.cuda, name, types[dtype])
+    real_type, real_default, real_new = torch.Tensor.type, torch.set_default_tensor_type, torch.Tensor.__new__
+
+    def new(cls: type[torch.Tensor], *arguments: Any, **kwargs: Any) -> Any:
+        """Make a tensor as `torch.Tensor(...)` does if the default type is one of CUDA."""
+        if vars(torch)["set_default_tensor_type"] is not set_default_tensor_type:  # the patches were removed
+            call_real_constructor()
+            return real_new(cls, *arguments, **kwargs)
+        made = types[torch.get_default_dtype()](*arguments, **kwargs)
+        return made if cls is torch.Tensor else torch.Tensor._make_subclass(cls, made)
+
+    def call_real_constructor() -> None:
+        if "__new__" in vars(torch.Tensor):
+            del torch.Tensor.__new__
 
     @functools.wraps(real_type)
     def type_(t: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
@@ -94,8 +109,10 @@ def patches() -> Iterator[Patch]:
                 raise TypeError(f"only floating-point types are supported as the default type (got {t!r})")
             torch.set_default_dtype(t.dtype)
             torch.set_default_device(CUDA)
+            torch.Tensor.__new__ = new  # type: ignore[method-assign, assignment]  # it ignores the default device
             return
         real_default(t)
+        call_real_constructor()
         if torch.get_default_device().type == CUDA:  # a type of the host also moves the default back
             torch.set_default_device(None)
 
