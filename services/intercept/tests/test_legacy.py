@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import torch._dynamo
 from wooly.facade.legacy import KINDS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_default_tensor_type:UserWarning")
@@ -84,6 +85,8 @@ def test_constructor_of_tensor_makes_tensors_of_default_type(cuda):
         assert torch.Tensor(x).data_ptr() == x.data_ptr()
         with pytest.raises(RuntimeError, match="expects device type: cuda but device type: cpu"):
             torch.Tensor([1.0], device="cpu")
+        # The import of Dynamo, of which each optimizer has need, does this and refuses other signatures.
+        torch._dynamo.substitute_in_graph(torch.Tensor.__new__)(lambda cls, data, requires_grad=False, **kwargs: None)
         layer = torch.nn.Linear(2, 3)
         layer(torch.Tensor([[1, 2]])).sum().backward()
         assert layer.weight.grad.tolist() == [[1.0, 2.0]] * 3

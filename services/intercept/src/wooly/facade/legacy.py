@@ -81,8 +81,12 @@ def patches() -> Iterator[Patch]:
         yield (torch.cuda, name, types[dtype])
     real_type, real_default, real_new = torch.Tensor.type, torch.set_default_tensor_type, torch.Tensor.__new__
 
-    def new(cls: type[torch.Tensor], *arguments: Any, **kwargs: Any) -> Any:
-        """Make a tensor as `torch.Tensor(...)` does if the default type is one of CUDA."""
+    def new(*of_class: Any, **kwargs: Any) -> Any:
+        """Make a tensor as `torch.Tensor(...)` does if the default type is one of CUDA.
+
+        The import of Dynamo takes it for PyTorch's own function if its signature names no argument.
+        """
+        cls, *arguments = of_class
         if vars(torch)["set_default_tensor_type"] is not set_default_tensor_type:  # the patches were removed
             call_real_constructor()
             return real_new(cls, *arguments, **kwargs)
@@ -109,7 +113,7 @@ def patches() -> Iterator[Patch]:
                 raise TypeError(f"only floating-point types are supported as the default type (got {t!r})")
             torch.set_default_dtype(t.dtype)
             torch.set_default_device(CUDA)
-            torch.Tensor.__new__ = new  # type: ignore[method-assign, assignment]  # it ignores the default device
+            torch.Tensor.__new__ = new  # type: ignore[method-assign]  # it ignores the default device
             return
         real_default(t)
         call_real_constructor()
