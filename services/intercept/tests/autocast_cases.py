@@ -120,6 +120,8 @@ CALLS = {
     "cat": "torch.cat([u, v])",
     "stack": "torch.stack([u, v])",
     "cross_entropy": "F.cross_entropy(m, i)",
+    "cross_entropy, smoothed labels": "F.cross_entropy(m, i, label_smoothing=0.1)",
+    "cross_entropy, probabilities": "F.cross_entropy(m, n)",
     "sqrt": "u.sqrt()",
     "mul of integers": "torch.mul(i, i)",
 }

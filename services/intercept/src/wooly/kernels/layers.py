@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wooly.devices import NAME
 from wooly.kernels.schema import Kernel
 from wooly.kernels.whole import is_traced
 from wooly.torch_private import (
@@ -147,8 +148,12 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """`aten.cross_entropy_loss`: ATen's two operators for class indices; one instruction for label smoothing or probabilities."""
-    call = whole if label_smoothing or target.is_floating_point() else aten.cross_entropy_loss.default.decompose
+    """`aten.cross_entropy_loss`: ATen's two operators for class indices; one instruction for label smoothing or probabilities.
+
+    CUDA's autocast has no rule for it, but rules for operators of which ATen composes it.
+    """
+    plain = not label_smoothing and not target.is_floating_point()
+    call = aten.cross_entropy_loss.default.decompose if plain or torch.is_autocast_enabled(NAME) else whole
     return call(logits, target, weight, reduction, ignore_index, label_smoothing)  # type: ignore[no-any-return]
 
 
