@@ -91,7 +91,7 @@ def patches() -> Iterator[Patch]:
             call_real_constructor()
             return real_new(cls, *arguments, **kwargs)
         made = types[torch.get_default_dtype()](*arguments, **kwargs)
-        return made if cls is torch.Tensor else torch.Tensor._make_subclass(cls, made)
+        return made if cls is torch.Tensor else made.as_subclass(cls)
 
     def call_real_constructor() -> None:
         if "__new__" in vars(torch.Tensor):
