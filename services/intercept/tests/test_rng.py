@@ -157,10 +157,9 @@ def test_checkpoint_keeps_autocast(cuda, reentrant):
     assert seen == [torch.bfloat16] * 2
 
 
-def test_functionalised_random_numbers_equal_those_of_the_eager_function(cuda, monkeypatch):
+def test_functionalised_random_numbers_equal_those_of_the_eager_function(cuda):
     from functorch.compile import aot_function, nop
-
-    monkeypatch.setattr("torch._functorch.config.functionalize_rng_ops", True)
+    from torch._functorch import config
 
     class Noisy(torch.autograd.Function):
         @staticmethod
@@ -175,7 +174,8 @@ def test_functionalised_random_numbers_equal_those_of_the_eager_function(cuda, m
     for function in (Noisy.apply, aot_function(Noisy.apply, nop, nop)):
         torch.cuda.manual_seed(5)
         x = torch.ones(300, 20, device=cuda, requires_grad=True)
-        y = function(x)
-        y.sum().backward()
+        with config.patch(functionalize_rng_ops=True):  # a monkeypatch's undo would hide the setting
+            y = function(x)
+            y.sum().backward()
         results.append((y.detach(), x.grad, torch.rand(3, device=cuda)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
