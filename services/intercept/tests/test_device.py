@@ -7,6 +7,7 @@ import types
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from wooly import api, device, storage, torch_private
 from wooly.errors import RemoteOperationError
@@ -947,3 +948,30 @@ def test_pytorchs_references_in_python_run_on_the_device(cuda):
     expected = [torch.atan2(a, b), torch.triu(a), torch.ones(2), a.to(torch.bfloat16)]
     for one, two in zip(found, expected, strict=True):
         torch.testing.assert_close(one.cpu(), two)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x.logcumsumexp(1),
+        lambda x: F.multi_margin_loss(x, torch.zeros(len(x), dtype=torch.long, device=x.device)),
+        lambda x: F.multilabel_margin_loss(x, torch.zeros(x.shape, dtype=torch.long, device=x.device)),
+        lambda x: F.fractional_max_pool3d(
+            x[None, None].expand(1, 1, 4, *x.shape),
+            2,
+            (2, 2, 3),
+            _random_samples=torch.full((1, 1, 3), 0.5, device=x.device),
+        ),
+    ],
+    ids=["logcumsumexp", "multi_margin_loss", "multilabel_margin_loss", "fractional_max_pool3d"],
+)
+def test_operator_and_gradient_do_not_wait_for_device(cuda, call):
+    host = torch.randn(4, 6, requires_grad=True)
+    expected = torch.autograd.grad(call(host).sum(), host)[0]
+    x = host.detach().cuda().requires_grad_()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = torch.autograd.grad(call(x).sum(), x)[0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found.cpu(), expected)

@@ -140,6 +140,24 @@ def test_grid_sample_in_half_is_rounded_once(cuda, mode, dtype):
     torch.testing.assert_close(leaves[0].grad.cpu(), leaves[1].grad.to(dtype), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dims", [2, 3])
+def test_fractional_pooling_in_half_has_the_windows_of_float32(cuda, dims, dtype):
+    """The bounds of the windows are products of the samples. In bfloat16 they are several elements away."""
+    pool = getattr(F, f"fractional_max_pool{dims}d")
+    x = torch.randn(2, 3, *(301, 41, 5)[:dims]).to(dtype)
+    samples = torch.full((2, 3, dims), 0.9, dtype=dtype)
+    how = {"kernel_size": 3, "output_size": (100, 13, 2)[:dims], "return_indices": True}
+    leaf, wide = x.to(cuda).requires_grad_(), x.float().requires_grad_()
+    found, at = pool(leaf, _random_samples=samples.to(cuda), **how)
+    expected, expected_at = pool(wide, _random_samples=samples.float(), **how)
+    assert found.dtype == dtype
+    assert torch.equal(at.cpu(), expected_at)
+    assert torch.equal(found.detach().cpu().float(), expected.detach())
+    (expected.sum() + found.cpu().float().sum()).backward()
+    assert torch.equal(leaf.grad.cpu().float(), wide.grad)
+
+
 def test_transforms_below_the_checks_of_dtypes_take_half_precision(cuda):
     """PyTorch's references call them."""
     x = torch.tensor([1.0, 2.0, 4.0, 8.0]).half()

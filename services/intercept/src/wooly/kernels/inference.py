@@ -27,7 +27,7 @@ _ITERATED = frozenset(
     f"aten.{name}_backward.default" for name in ("elu", "hardsigmoid", "hardswish", "hardtanh", "logit", "softplus")
 )
 #: Operators that are inferred on the host, because their meta kernel gives another shape than the CPU kernel (oneDNN's workspace,
-#: unused statistics) or another layout (LAPACK's column-major matrices, MKL's order of axes).
+#: unused statistics) or another layout (LAPACK's column-major matrices, MKL's order of axes), or because they have none.
 INFERRED_ON_HOST = frozenset(
     {
         "aten.mkldnn_rnn_layer.default",
@@ -49,6 +49,10 @@ INFERRED_ON_HOST = frozenset(
         "aten.batch_norm_update_stats.default",
         "aten.multi_margin_loss.default",
         "aten.multilabel_margin_loss_forward.default",
+        "aten.multi_margin_loss_backward.default",
+        "aten.multilabel_margin_loss_backward.default",
+        "aten.fractional_max_pool3d_backward.default",
+        "aten._logcumsumexp.default",
     }
 )
 

@@ -55,7 +55,14 @@ _GAPS: Final = {
 }
 #: Operators that CUDA computes in float32 if their arguments are narrower, and the CPU in the dtype of the arguments.
 _PRECISE: Final = frozenset(
-    {"grid_sampler_2d", "grid_sampler_2d_backward", "grid_sampler_3d", "grid_sampler_3d_backward"}
+    {
+        "fractional_max_pool2d",
+        "fractional_max_pool3d",
+        "grid_sampler_2d",
+        "grid_sampler_2d_backward",
+        "grid_sampler_3d",
+        "grid_sampler_3d_backward",
+    }
 )
 #: Fourier transforms. PyTorch checks their dtypes before it chooses a kernel.
 FOURIER: Final = tuple(
