@@ -130,8 +130,7 @@ def test_magnitudes_and_logic_are_one_instruction_each(recorded):
         return bits(x.abs_() * near)
 
     assert_equal_recordings(recorded, work, calls=10)
-    frames = recorded(work, on=True)[0]
-    forms = forms_of(frames)
+    forms = forms_of(recorded(work, on=True)[0])
     assert {"abs", "logical_not", "logical_or", "logical_and", "logical_xor"} <= {form.opcode for form in forms}
 
 
@@ -145,11 +144,8 @@ def test_norms_and_dot_products_equal(recorded):
 
 def test_norms_in_training_and_masked_writes_equal(recorded):
     def work():
-        x, mean, var = (
-            torch.arange(12.0, device="cuda").view(4, 3),
-            torch.zeros(3, device="cuda"),
-            torch.ones(3, device="cuda"),
-        )
+        x = torch.arange(12.0, device="cuda").view(4, 3)
+        mean, var = torch.zeros(3, device="cuda"), torch.ones(3, device="cuda")
         at = torch.tensor([2, 0], device="cuda")
         for _ in range(3):
             y = torch.nn.functional.batch_norm(x, mean, var, training=True)
@@ -745,7 +741,9 @@ def test_sources_that_changed_since_the_build_are_noticed(tmp_path):
     package = tmp_path / "wooly_native"
     package.mkdir()
     assert digest(package) is None  # as in a wheel
-    (tmp_path / "src").mkdir()
+    (tmp_path / "src/other").mkdir(parents=True)
+    (tmp_path / "src/module.py").touch()
+    assert digest(package) is None  # another distribution's folder
     source = tmp_path / "src/kernel.cpp"
     source.write_text("int one;")
     before = digest(package)

@@ -499,17 +499,24 @@ PyObject* register_kernel(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* register_view(PyObject*, PyObject* args) {
+// Put a kernel before that in Python of the operator that `args` names.
+template <typename Functor>
+PyObject* put_before(PyObject* args, c10::DispatchKey key) {
   const char *name, *overload;
   if (!PyArg_ParseTuple(args, "ss", &name, &overload)) {
     return nullptr;
   }
   HANDLE_TH_ERRORS
   auto op = operator_of(name, overload);
-  const auto key = c10::DispatchKey::PrivateUse1;
-  put(op, key, std::make_unique<ViewKernel>(op.getComputedKernelForDispatchKey(key)));
+  put(op, key, std::make_unique<Functor>(op.getComputedKernelForDispatchKey(key)));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
+}
+
+PyObject* register_view(PyObject*, PyObject* args) { return put_before<ViewKernel>(args, c10::DispatchKey::PrivateUse1); }
+
+PyObject* register_whole(PyObject*, PyObject* args) {
+  return put_before<WholeKernel>(args, c10::DispatchKey::AutogradPrivateUse1);
 }
 
 PyObject* register_linear(PyObject*, PyObject*) {
@@ -517,19 +524,6 @@ PyObject* register_linear(PyObject*, PyObject*) {
   auto op = operator_of("aten::linear", "");
   const auto key = c10::DispatchKey::AutogradPrivateUse1;
   put(op, key, std::make_unique<LinearKernel>(op.getComputedKernelForDispatchKey(key)));
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* register_whole(PyObject*, PyObject* args) {
-  const char *name, *overload;
-  if (!PyArg_ParseTuple(args, "ss", &name, &overload)) {
-    return nullptr;
-  }
-  HANDLE_TH_ERRORS
-  auto op = operator_of(name, overload);
-  const auto key = c10::DispatchKey::AutogradPrivateUse1;
-  put(op, key, std::make_unique<WholeKernel>(op.getComputedKernelForDispatchKey(key)));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -817,7 +811,8 @@ PyMethodDef methods[] = {
     {"register_linear", register_linear, METH_NOARGS, "Put a native kernel before the kernel in Python of aten.linear."},
     {"register_arange", register_arange, METH_NOARGS, "Put native kernels before those in Python of aten.arange."},
     {"register_attention", register_attention, METH_NOARGS, "Put native kernels before those in Python of attention."},
-    {"register_whole", register_whole, METH_VARARGS, "Put a native kernel before that in Python of an operator that is one instruction."},
+    {"register_whole", register_whole, METH_VARARGS,
+     "Put a native kernel before that in Python of an operator that is recorded as one instruction."},
     {"set_up", set_up, METH_VARARGS, "Set the heaps."},
     {"ask_for_libraries", ask_for_libraries, METH_O, "Set the function that says whether code belongs to a library."},
     {"origin", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(origin)), METH_FASTCALL,

@@ -9,9 +9,9 @@ from pathlib import Path
 def digest(package: Path) -> str | None:
     """Return the digest of the C++ sources beside the package; None if there are none, because a wheel was installed."""
     folder = package.parent / "src"
-    if not folder.is_dir():
+    if not (folder / "kernel.cpp").is_file():  # a wheel's neighbours may have a folder of this name, too
         return None
     found = hashlib.sha256()
-    for file in sorted(folder.iterdir()):
+    for file in sorted([*folder.glob("*.cpp"), *folder.glob("*.h")]):
         found.update(file.name.encode() + b"\0" + file.read_bytes())
     return found.hexdigest()

@@ -105,7 +105,8 @@ class RegisteredDevice:
         self.autocast = Autocast(NAME)
         self.forked = False
         self._libraries: list[torch.library.Library] = []
-        #: Operators whose kernel is the generic one, and operators that run their CPU kernel because they read only metadata.
+        #: Operators whose kernel is the generic one, operators that run their CPU kernel because they read only metadata, and
+        #: operators of `whole` that have native kernels.
         self._generic_ops: list[OpOverload] = []
         self._view_ops: list[OpOverload] = list(views.KERNELS)
         self._whole_ops: list[OpOverload] = []
@@ -181,8 +182,7 @@ class RegisteredDevice:
         for op, key in generic + factories:
             facts = self.generic.facts.get(op) or OpFacts(op)
             module.register_kernel(
-                op.name().partition(".")[0],
-                op.name().partition(".")[2],
+                *_named(op),
                 key,
                 facts.name,
                 facts.scalar,
@@ -195,9 +195,9 @@ class RegisteredDevice:
         module.register_attention()
         module.register_arange()
         for op in self._view_ops:
-            module.register_view(op.name().partition(".")[0], op.name().partition(".")[2])
+            module.register_view(*_named(op))
         for op in self._whole_ops:
-            module.register_whole(op.name().partition(".")[0], op.name().partition(".")[2])
+            module.register_whole(*_named(op))
 
     def _own_kernels(self) -> dict[str, Any]:
         """Kernels that are written for one operator, by operator name."""
@@ -327,6 +327,12 @@ class RegisteredDevice:
             library.impl(short_name(op), self.generic.kernel(op), "PrivateUse1")
             self._generic_ops.append(op)
             self._whole_ops.append(op)
+
+
+def _named(op: OpOverload) -> tuple[str, str]:
+    """The name of an operator with its namespace, and the name of the overload."""
+    name, _, overload = op.name().partition(".")
+    return name, overload
 
 
 def _register_fallbacks(extensions: Extensions) -> torch.library.Library:

@@ -11,7 +11,7 @@ from torch import Tensor
 from wooly_wis.dtypes import DType
 from wooly_wis.externs import is_allowed
 from wooly_wis.optable import TABLE, Row, Spelling
-from wooly_wis.program import Attr, Form, OperandRef, ParamKind, ParamRef, Role, Symbol
+from wooly_wis.program import Attr, Form, OperandRef, ParamKind, ParamRef, Role, Symbol, View
 from wooly_wis.scalar_expr import Name
 
 from wooly_executor.errors import OperationError
@@ -39,6 +39,12 @@ class LibraryCall:
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     instead: Callable[..., Any] | None = None
+
+
+def view_of_first(call: LibraryCall, form: Form) -> View | None:
+    """Return how the call's first argument looks at its buffer; None: it is no operand, or its view is not known."""
+    first = call.args[0] if call.args else None
+    return form.operands[first.index].view if isinstance(first, OperandRef) else None
 
 
 def library_call(form: Form) -> LibraryCall:

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from wooly_wis.program import Form, OperandRef
+from wooly_wis.program import Form
 
-from wooly_executor.runtime.calls import LibraryCall, function_of
+from wooly_executor.runtime.calls import LibraryCall, function_of, view_of_first
 from wooly_executor.runtime.torch_private import limit_products
 
 #: Operators that decompose their first argument.
@@ -27,8 +27,7 @@ def complex_qr(call: LibraryCall, form: Form) -> Callable[..., Any] | None:
     products = limit_products
     if products is None:
         return None  # the library has no MKL
-    matrices = call.args[0] if call.args else None
-    view = form.operands[matrices.index].view if isinstance(matrices, OperandRef) else None
+    view = view_of_first(call, form)
     if view is not None and (view.dtype.kind != "complex" or len(view.sizes) < 2 or view.sizes[-2] > view.sizes[-1]):
         return None
     function = function_of(op)

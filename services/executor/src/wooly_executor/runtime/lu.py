@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from wooly_wis.program import Form, OperandRef
+from wooly_wis.program import Form
 
 from wooly_executor.bounds.work import product
-from wooly_executor.runtime.calls import LibraryCall, function_of
+from wooly_executor.runtime.calls import LibraryCall, function_of, view_of_first
 from wooly_executor.runtime.torch_private import limit_products, limit_threads, threads_of_this_thread
 
 #: Operators that decompose their first argument.
@@ -40,8 +40,7 @@ def lu_of_batch(call: LibraryCall, form: Form) -> Callable[..., Any] | None:
     limit, products, threads = limit_threads, limit_products, threads_of_this_thread
     if limit is None or products is None or threads is None:
         return None  # the library has no MKL
-    matrices = call.args[0] if call.args else None
-    view = form.operands[matrices.index].view if isinstance(matrices, OperandRef) else None
+    view = view_of_first(call, form)
     if view is not None and (product(view.sizes[:-2]) < 2 or max(view.sizes[-2:]) <= UNDIVIDED):
         return None
     function = function_of(op)

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import torch
 from wooly_wis.dtypes import DType
-from wooly_wis.program import Form, OperandRef
+from wooly_wis.program import Form
 
-from wooly_executor.runtime.calls import LibraryCall, function_of
+from wooly_executor.runtime.calls import LibraryCall, function_of, view_of_first
 from wooly_executor.runtime.torch_private import limit_threads, threads_of_this_thread
 
 #: Operators that add to indexed elements if `accumulate` is true. Clients write the other names of these operators with them.
@@ -33,8 +33,7 @@ def ordered_sum(call: LibraryCall, form: Form) -> Callable[..., Any] | None:
     place = call.args[_ACCUMULATE] if len(call.args) > _ACCUMULATE else False
     if dict(call.kwargs).get("accumulate", place) is False:
         return None
-    target = call.args[0] if call.args else None
-    view = form.operands[target.index].view if isinstance(target, OperandRef) else None
+    view = view_of_first(call, form)
     if view is not None and view.dtype is not DType.F32:
         return None
     function = function_of(op)
