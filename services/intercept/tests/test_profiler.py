@@ -152,13 +152,13 @@ def test_trace_handler_writes_a_file_per_cycle(x, tmp_path):
 
 def test_copies_are_shown_with_their_bytes(cuda, tmp_path):
     with profile(activities=BOTH) as prof:
-        y = torch.ones(100).cuda()
+        y = torch.ones(20_000).cuda()
         z = torch.empty_like(y).copy_(y)
         z.cpu()
     prof.export_chrome_trace(str(tmp_path / "trace.json"))
     trace = json.loads((tmp_path / "trace.json").read_text())
     found = [(e["name"].split(" (")[0], e["args"]["bytes"]) for e in by_category(trace, "gpu_memcpy")]
-    assert found == [("Memcpy HtoD", 400), ("Memcpy DtoD", 400), ("Memcpy DtoH", 400)]
+    assert found == [("Memcpy HtoD", 80_000), ("Memcpy DtoD", 80_000), ("Memcpy DtoH", 80_000)]
 
 
 def test_profile_memory_counts_storages_of_the_device(cuda, tmp_path):

@@ -17,6 +17,8 @@ MAX_CHUNK = 4 << 20
 #: Maximum size, in bytes, of an answer to a READ that the executor copies. The executor continues before the client receives the
 #: copy.
 ANSWER_COPIED = 64 << 10
+#: Maximum size, in bytes, of a result whose shape depends on data, up to which the answer has its data besides the shape.
+ANSWER_DATA = 1024
 REPLY = 1
 
 

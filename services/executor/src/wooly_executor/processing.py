@@ -5,12 +5,14 @@ from __future__ import annotations
 import heapq
 import logging
 import time
+from base64 import b64encode
 from typing import Any
 
 from wooly_bus.channel import Connection
 from wooly_wis.errors import DecodeError
 from wooly_wis.frames import (
     ANSWER_COPIED,
+    ANSWER_DATA,
     BUFFERS_AT_ONCE,
     IPC_EXPORT,
     IPC_IMPORT,
@@ -225,7 +227,14 @@ class Processing:
         elif running.run.reply:
             self._runs.check(session)
             if not self._answers.failure(session, conn):
-                self._answers.say(conn, {"outputs": outcome.outputs, "values": _json_values(outcome.values)})
+                outputs = [out and out | self._data_of(session, out) for out in outcome.outputs]
+                self._answers.say(conn, {"outputs": outputs, "values": _json_values(outcome.values)})
+
+    def _data_of(self, session: Session, out: dict[str, Any]) -> dict[str, str]:
+        """The data of a small result, for its description: the script often wants it next, and need not ask for it."""
+        if not 0 < out["nbytes"] <= ANSWER_DATA:
+            return {}
+        return {"data": b64encode(self._runs.copied(session, out["buffer"], 0, out["nbytes"])).decode()}
 
     def _keep(self, session: Session, frame: Frame) -> None:
         """Register the decoded definition, so that later frames may name it."""

@@ -222,7 +222,13 @@ inline PyObject* mirrors_of(ProgramFields* program) {
 }
 
 inline void forget_mirror(ProgramFields* program, PyObject* buffer) {
-  if (mirrors_of(program) != nullptr) {
+  PyObject* mirrors = mirrors_of(program);
+  if (mirrors == nullptr) {
+    return;
+  }
+  int kept = PyDict_Contains(mirrors, buffer);
+  must(kept >= 0);
+  if (kept) {
     Ref(made(PyObject_CallMethodOneArg(program->link, str_forget, buffer)));
   }
 }
@@ -250,6 +256,7 @@ inline void release_dead(ProgramFields* program, HeapFields* heap) {
     if (slot.object == nullptr) {
       must(!PyErr_Occurred());
       append(program->frees, buffer);
+      forget_mirror(program, buffer);
     } else {
       must(PyDict_DelItem(program->slot_of, buffer) == 0);
       append(program->words, program->free_form);
@@ -257,7 +264,6 @@ inline void release_dead(ProgramFields* program, HeapFields* heap) {
       append(program->origins, PyList_GET_ITEM(program->origins, PyList_GET_SIZE(program->origins) - 1));
       append(program->freed, buffer);
     }
-    forget_mirror(program, buffer);
   }
 }
 

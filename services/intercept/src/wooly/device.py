@@ -39,6 +39,7 @@ from wooly.kernels.autocast import Autocast
 from wooly.kernels.extensions import Extensions, register_autocast
 from wooly.kernels.fused_attention import FusedAttention, NestedAttention
 from wooly.kernels.generic import Generic
+from wooly.kernels.host_values import HostValues
 from wooly.kernels.launch import Launches
 from wooly.kernels.nested import dense_kernels, register_nested
 from wooly.kernels.quantised.registration import register_quantised
@@ -97,8 +98,9 @@ class RegisteredDevice:
             recorder.heap.make_room = partial(make_room, recorder)
         self.determinism = Determinism()
         self.flags = Flags()
-        self.generic = Generic(self.devices, forms, self.determinism, self.flags)
-        self.transfer = Transfer(self.devices, forms, self.determinism)
+        host_values = HostValues(forms)
+        self.generic = Generic(self.devices, forms, self.determinism, self.flags, host_values)
+        self.transfer = Transfer(self.devices, forms, self.determinism, host_values)
         self.launches = Launches(self.devices, forms)
         self._attention = FusedAttention(self.devices)
         self.generic.resize = self.transfer.resize
@@ -269,7 +271,7 @@ class RegisteredDevice:
         if name in indexing.FILLING:
             kernel = indexing.with_host_target(kernel, op)
         if bare in indexing.INDEXED:
-            kernel = indexing.with_host_indices(kernel, op)
+            kernel = indexing.with_host_indices(kernel, op, self.transfer.known_value)
         # What those kernels look at is part of a native signature, so Python teaches only calls that it records as they are.
         teachable = kernel is generic or bare in _TEACHABLE or name in indexing.ON_EXPANDED or name in indexing.FILLING
         if teachable and name != "_convolution":  # `_register_whole` replaces its kernel

@@ -10,7 +10,7 @@ import contextlib
 import os
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -57,6 +57,8 @@ _MOST_WANTED = (1 << 64) - 1
 _MIRROR_LIMIT = 64 << 20
 #: Maximum size, in bytes, of one cached host copy. Larger reads are not cached.
 MIRROR_ITEM_LIMIT = 1 << 20
+#: What a cached host copy takes besides its data, in bytes.
+_MIRROR_OVERHEAD = 512
 
 #: Maximum time, in seconds, that closing a session waits until the executor has closed it, if no controller does that.
 CLOSE_S = 1.0
@@ -447,6 +449,11 @@ class Link:
         known = self.shared.get(buffer)
         return known is not None and not known.storage.expired()
 
+    @property
+    def shares_now(self) -> bool:
+        """Whether this process has a storage that it shares with another process."""
+        return self.shares and any(not known.storage.expired() for known in self.shared.values())
+
     def introduce(self, payload: bytes, where: Origin) -> None:
         """Tell the executor which other executor carries the collectives of a group: send a GROUP frame."""
         self._failures.sent(self.send(Kind.GROUP, payload), "torch.distributed.new_group", [where])
@@ -755,6 +762,14 @@ class Link:
         """Whether half of the `MAX_STARTED_READS` reads are unanswered, so that `fetch` may soon have to wait."""
         return len(self._started) >= MAX_STARTED_READS // 2
 
+    @property
+    def has_fetches(self) -> bool:
+        """Whether reads that the script has started, and not `read_early`, may be unanswered."""
+        if not self._started:
+            return False
+        early = {seq for seq, _ in self._early.values()}
+        return any(read.seq not in early for read in self._started)
+
     def reads_into(self, memory: torch.UntypedStorage) -> bool:
         """Whether a started read may still write to host memory."""
         begin = memory.data_ptr()
@@ -907,13 +922,18 @@ class Link:
         kept = self._mirrors.get(buffer)
         return None if kept is None else kept.get(key)
 
+    def mirrors_of(self, buffer: int) -> Mapping[ViewKey, torch.Tensor]:
+        """All cached host copies of views of a buffer."""
+        return self._mirrors.get(buffer, {})
+
     def keep(self, buffer: int, key: ViewKey, host: torch.Tensor) -> None:
         """Cache the host copy of a view. If the cache exceeds `_MIRROR_LIMIT`, the oldest buffers are evicted."""
-        nbytes = host.nbytes
-        if nbytes > MIRROR_ITEM_LIMIT or (self.shared and self.is_shared(buffer)):
+        if host.nbytes > MIRROR_ITEM_LIMIT or (self.shared and self.is_shared(buffer)):
             return
-        self._mirrors.setdefault(buffer, {})[key] = host
-        self._mirror_bytes += nbytes
+        kept = self._mirrors.setdefault(buffer, {})
+        if key not in kept:
+            self._mirror_bytes += host.nbytes + _MIRROR_OVERHEAD
+        kept[key] = host
         while self._mirror_bytes > _MIRROR_LIMIT:
             self.forget(next(iter(self._mirrors)))
 
@@ -922,7 +942,14 @@ class Link:
         kept = self._mirrors.pop(buffer, None)
         if kept is not None:
             self._early.pop(buffer, None)
-            self._mirror_bytes -= sum(host.nbytes for host in kept.values())
+            self._mirror_bytes -= sum(host.nbytes + _MIRROR_OVERHEAD for host in kept.values())
+
+    def forget_each(self, buffers: list[int]) -> None:
+        """`forget` for several buffers."""
+        mirrors = self._mirrors
+        for buffer in buffers:
+            if buffer in mirrors:
+                self.forget(buffer)
 
     # -- life --------------------------------------------------------------------------------------------------------
 

@@ -68,6 +68,24 @@ class Work(NamedTuple):
     origins: list[Origin]
 
 
+class Recorded(NamedTuple):
+    """Instructions whose buffers are known: the open program, or the program that was sent last.
+
+    Attributes:
+        words: interned forms and slots.
+        bind: buffer per slot.
+        params: values of the params.
+        slot_of: slot of each buffer that the script had not freed.
+        position: sequence number of its frame; 0 for the open program.
+    """
+
+    words: list[int]
+    bind: list[int]
+    params: list[float | int]
+    slot_of: dict[int, int]
+    position: int
+
+
 class Taken(NamedTuple):
     """The open program that `Recorder.end_capture` takes.
 
@@ -246,6 +264,7 @@ class Recorder(ProgramFields):
         self._mark: Mark | None = None
         self._deferred: list[Callable[[Link], None]] = []
         self._sent: OrderedDict[bytes, SentProgram] = OrderedDict()
+        self._sent_last: Recorded | None = None
         self._frees: list[int] = []
         self._freed: list[int] = []
         self._free_form = forms.intern(Form("free", (Operand(Role.IN, None),)))
@@ -458,7 +477,8 @@ class Recorder(ProgramFields):
 
         If the open program uses the buffer, an instruction frees it. Such frees come from reference counts, so each iteration of
         a loop frees at the same point. Other buffers are freed after the run, outside the program. So the timing of the garbage
-        collector does not change the program.
+        collector does not change the program. Host copies of buffers that the open program uses are kept until it is sent,
+        because its values may be computed from them.
         """
         heap, link, mask = self.heap, self.link, ID_MASK
         dead, kept, capture = heap.dead, heap.kept, self.capture
@@ -473,13 +493,13 @@ class Recorder(ProgramFields):
             slot = slot_of.pop(buffer, None)
             if slot is None:
                 self._frees.append(buffer)
+                if link is not None:
+                    link.forget(buffer)
             else:
                 words.append(self._free_form)
                 words.append(slot)
                 self.origins.append(self.origins[-1])
                 self._freed.append(buffer)
-            if link is not None:
-                link.forget(buffer)
 
     def _is_kept(self, freed: int) -> bool:
         """Process an entry of `Heap.dead` while `Heap.kept` has entries. Returns False if the buffer must be freed now."""
@@ -564,6 +584,7 @@ class Recorder(ProgramFields):
             self._frees = rest
             raise
         self._early = self.early_reads.sent(key, bind)
+        self._sent_last = Recorded(self.words, bind, self.params, self.slot_of, seq)
         self._reset_program()
         if rest:
             self._frees = rest
@@ -716,6 +737,8 @@ class Recorder(ProgramFields):
         taken = Taken(self.words, self.bind, self.params, self.origins, self._freed, operations)
         self.operations = self._operations_before_capture
         self.capture, self.recording = None, False
+        if self.link is not None:
+            self.link.forget_each(self._freed)
         frees, self._frees, self._freed = self._frees, [], []
         self._reset_program()
         self._frees = frees
@@ -771,6 +794,8 @@ class Recorder(ProgramFields):
             self.flush()
 
     def _reset_program(self) -> None:
+        if self._freed and self.link is not None:
+            self.link.forget_each(self._freed)
         freed = self._frees + self._freed
         if freed:
             self.heap.recycle(freed)
@@ -810,6 +835,25 @@ class Recorder(ProgramFields):
         if self.programs_dir is not None:
             (self.programs_dir / f"{name.hex()[:16]}.wis").write_bytes(raw)
         return SentProgram(name, struct.Struct("".join(fmt)))
+
+    def recent_programs(self, most: int) -> list[Recorded]:
+        """The program that was sent last, if nothing was sent after it, and the open program.
+
+        Args:
+            most: maximum number of words of all programs. Longer ones are left out.
+        """
+        found = []
+        if len(self.words) <= most:
+            last, link = self._sent_last, self.link
+            is_last = last is not None and link is not None and link.position == last.position
+            if last is not None and is_last and len(last.words) + len(self.words) <= most:
+                found.append(last)
+            found.append(Recorded(self.words, self.bind, self.params, self.slot_of, 0))
+        return found
+
+    def frees(self, buffer: int) -> bool:
+        """Whether the script has freed a buffer, and the open program does not use it or does not show it yet."""
+        return buffer in self._frees or any(dead & ID_MASK == buffer for dead in self.heap.dead)
 
     def instructions_of(self, words: list[int]) -> Iterator[tuple[InternedForm, list[int]]]:
         """Yield (form, slots) for every instruction in recorded words."""
@@ -871,7 +915,7 @@ class Recorder(ProgramFields):
             self.heap.recycle(self.end_capture().freed)
         self._sent.clear()
         self.early_reads = EarlyReads(self._writes_of)
-        self._early = None
+        self._early = self._sent_last = None
         self._reset_program()
         self.link = None
         self.heap.granted = NO_LIMIT

@@ -113,6 +113,7 @@ def adopt_dynamic(f: Frame, slot: int, t: Tensor | None, device: TorchDevice) ->
     nbytes = view.end
     f.buffers[f.bindings[slot]] = Buffer(nbytes, t, view)
     return {
+        "buffer": f.bindings[slot],
         "dtype": view.dtype.label,
         "sizes": list(view.sizes),
         "strides": list(view.strides),

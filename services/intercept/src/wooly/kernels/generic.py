@@ -5,6 +5,7 @@ This is the hot path, about 5 us per call. The time of every look-up was measure
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from wooly.interned_forms import Forms
 from wooly.kernels import widening
 from wooly.kernels.alerts import ALERTS
 from wooly.kernels.forms import is_python_number
+from wooly.kernels.host_values import REAL, HostValues, tensor_on, wait_as_cuda
 from wooly.kernels.inference import Inferences
 from wooly.kernels.outs import RESIZE_SILENTLY, RESIZED_ON_HOST, ResizeOutError
 from wooly.kernels.plan import CallPlan, PlanBuilder, PlannedCall
@@ -58,8 +60,11 @@ class _HostTensorError(Exception):
 class Generic:
     """Makes the kernels of operators for all devices. A call's signature contains the device, so its plan has one recorder."""
 
-    def __init__(self, devices: Devices, forms: Forms, determinism: Determinism, flags: Flags) -> None:
+    def __init__(
+        self, devices: Devices, forms: Forms, determinism: Determinism, flags: Flags, host_values: HostValues
+    ) -> None:
         self._devices = devices
+        self._host_values = host_values
         self._determinism, self._flags = determinism, flags
         self._builder = PlanBuilder(forms, determinism)
         self._plans: dict[tuple[Any, ...], CallPlan] = {}
@@ -514,6 +519,14 @@ class Generic:
         """Run one operator now, wait for its answer, and make tensors with the shapes that the executor reports."""
         recorder, heap = plan.recorder, plan.recorder.heap
         own = recorder.take_params(plan.form)
+        computed = self._host_values.results(recorder, plan.form, buffers, own)
+        if computed is not None:
+            wait_as_cuda(recorder, recorder.require_link())
+            device = torch.device(NAME, recorder.heap.index)
+            uploaded = [
+                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t) for t in computed
+            ]
+            return uploaded[0] if len(uploaded) == 1 else tuple(uploaded)
         if recorder.replaced:
             recorder.separate([buffers[w] for w in plan.written])  # a failed run must not take the copies with it
         if sync_debug.mode:
@@ -540,6 +553,11 @@ class Generic:
                 continue
             layout = Layout(TORCH_DTYPES[BY_LABEL[out["dtype"]]], out["sizes"], out["strides"], out["nbytes"])
             results.append(layout.new(heap, buffer)[0])
+            dtype = TORCH_DTYPES[BY_LABEL[out["dtype"]]]
+            if "data" in out and dtype in REAL:
+                shape, stride = tuple(out["sizes"]), tuple(out["strides"])
+                host = tensor_on(bytearray(b64decode(out["data"])), dtype, shape, stride)
+                recorder.require_link().keep(buffer, (0, dtype, shape, stride), host)
         if facts.list_return:
             return results
         return results[0] if len(results) == 1 else tuple(results)

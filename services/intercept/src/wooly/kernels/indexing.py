@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,11 +17,17 @@ from wooly.torch_private import OpOverload, raw_device
 INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
 
 
-def with_host_indices(record: Kernel, op: OpOverload) -> Kernel:
+def with_host_indices(record: Kernel, op: OpOverload, known: Callable[[Tensor], Tensor | None]) -> Kernel:
     """Wrap an indexing operator so that index tensors may be on the host, as in CUDA. They are copied to the device.
 
     A number on the device may be put into a tensor on the host.
+
+    Args:
+        record: the kernel for indices on the device.
+        op: the operator.
+        known: returns a host copy of a tensor on the device, if there is one without waiting for the device.
     """
+    shape_depends_on_masks = op.overloadpacket.__name__ in ("index", "_unsafe_index")
 
     def run(t: Tensor, indices: list[Tensor | None], *args: Any, **kwargs: Any) -> Any:
         if t.is_cpu and all(i is None or i.is_cpu for i in indices) and args and not args[0].dim():
@@ -28,6 +35,12 @@ def with_host_indices(record: Kernel, op: OpOverload) -> Kernel:
         for i in indices:
             if i is not None and i.is_cpu:
                 return record(t, _on_device_of(t, indices), *args, **kwargs)
+        if shape_depends_on_masks:
+            hosts = [known(i) if i is not None and i.dtype is torch.bool else None for i in indices]
+            if any(host is not None for host in hosts):
+                indices = _on_device_of(
+                    t, [i if host is None else host for i, host in zip(indices, hosts, strict=True)]
+                )
         if t.is_cpu:
             raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
         return record(t, indices, *args, **kwargs)

@@ -22,6 +22,7 @@ from wooly.devices import NAME, Devices
 from wooly.early_reads import MAX_EARLY_BYTES, EarlyRead
 from wooly.interned_forms import Forms
 from wooly.kernels.forms import Number, host_scalar, view_of
+from wooly.kernels.host_values import MAX_BYTES, REAL, HostValues, Range, nbytes_of, part_of, tensor_on, wait_as_cuda
 from wooly.kernels.overlap import refuse_overlap, refuse_partial_overlap
 from wooly.kernels.resolving import plain
 from wooly.link import MIRROR_ITEM_LIMIT, Link, ViewKey
@@ -38,7 +39,6 @@ from wooly.storage import (
     reinterpret_bytes,
     span,
 )
-from wooly.sync_debug import sync_debug
 from wooly.torch_private import neg_view, raw_device, raw_storage_device, redispatch_cpu, swap_memory
 
 aten = torch.ops.aten
@@ -82,19 +82,11 @@ def _host_memory(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
         stride: its strides, in elements.
         nbytes: its size.
     """
-    if 0 < nbytes <= MAX_EARLY_BYTES and dtype in _FILLS:
+    if 0 < nbytes <= MAX_EARLY_BYTES and dtype in REAL:
         memory = bytearray(nbytes)
-        return _tensor_on(memory, dtype, shape, stride), memoryview(memory)
+        return tensor_on(memory, dtype, shape, stride), memoryview(memory)
     host = torch.empty_strided(shape, stride, dtype=dtype)
     return host, bytes_of(host)
-
-
-def _tensor_on(memory: Any, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """A dense tensor of at least one element on a buffer of Python. `dtype` must be one of `_FILLS`.
-
-    It takes a third of the time of a tensor whose memory is PyTorch's.
-    """
-    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, stride)
 
 
 def _view_key(t: Tensor, at: int) -> ViewKey:
@@ -146,9 +138,10 @@ class Transfer:
         reads: number of times that device data was read to the host, from the executor or from the cache of host copies.
     """
 
-    def __init__(self, devices: Devices, forms: Forms, determinism: Determinism) -> None:
+    def __init__(self, devices: Devices, forms: Forms, determinism: Determinism, host_values: HostValues) -> None:
         self._devices = devices
         self._forms = forms
+        self._host_values = host_values
         self._layouts: dict[tuple[Any, ...], _New] = {}
         self._copies: dict[tuple[Any, ...], int] = {}
         self._fills: dict[tuple[Any, ...], int] = {}
@@ -349,6 +342,7 @@ class Transfer:
 
     def _copy(self, dst: Tensor, src: Tensor) -> int:
         """Record the copy of a tensor of the same device. Returns the number of its form."""
+        given = src
         if src.shape != dst.shape:
             src = src.expand(dst.shape)
         at, to = address_of(src), address_of(dst)
@@ -375,7 +369,7 @@ class Transfer:
             recorder.operations += 1
             source, buffer = at >> ID_SHIFT, to >> ID_SHIFT
             if source == buffer:
-                refuse_partial_overlap(dst, src)
+                refuse_partial_overlap(dst, given)
             link = recorder.link
             if link is not None and link.mirroring:
                 link.forget(buffer)
@@ -483,6 +477,7 @@ class Transfer:
             link.forget(buffer)
             as_param = host.numel() == 1 and not (recorder.recording or link.recording or link.hides_data)
             if as_param and self._fill(dst, host):
+                self._keep_uploaded(link, dst, host)
                 return
             recorder.flush()
             data = bytes_of(host)
@@ -491,6 +486,14 @@ class Transfer:
                 upload(link, buffer, data)
             else:
                 link.write(buffer, at & OFFSET_MASK, data)
+            self._keep_uploaded(link, dst, host)
+
+    @staticmethod
+    def _keep_uploaded(link: Link, dst: Tensor, host: Tensor) -> None:
+        """Keep a small tensor that was uploaded, so that a script that reads it, or decides by it, need not wait."""
+        if 0 < host.numel() * host.element_size() <= MAX_BYTES and host.dtype in REAL:
+            at = address_of(dst)
+            link.keep(at >> ID_SHIFT, _view_key(dst, at), host.clone())
 
     @staticmethod
     def _finish_reads(recorder: Recorder, host: Tensor) -> None:
@@ -613,17 +616,84 @@ class Transfer:
                 link.finish_early(buffer)
             kept = link.mirror(buffer, key)
             if kept is not None:
-                if sync_debug.mode and not early:  # no wait here, but one on CUDA
-                    sync_debug.note()
+                if not early:
+                    wait_as_cuda(recorder, link)
                 return kept
-            if not is_dense(t):
+            host = self._small_value(t, recorder, link, buffer, key)
+            if host is None and not is_dense(t):
                 dense = torch.empty(t.shape, dtype=t.dtype, device=raw_device(t))
                 self._copy(dense, t)
                 host = self.to_host(dense)
-            else:
+            elif host is None:
                 host = self._read_dense(recorder, link, buffer, key)
             link.keep(buffer, key, host)
             return host
+
+    def _small_value(self, t: Tensor, recorder: Recorder, link: Link, buffer: int, key: ViewKey) -> Tensor | None:
+        """A host copy of a small tensor without waiting for it, or with waiting for what tells more than itself.
+
+        Returns:
+            None if the tensor is large, or if it must be read itself.
+        """
+        if not 0 < t.numel() * t.element_size() <= MAX_BYTES or key[1] not in REAL:
+            return None
+        known = self._host_values.known(link, buffer, key)
+        if known is not None:
+            wait_as_cuda(recorder, link)
+            return known
+        value = self._host_values.find(recorder, link, buffer, key)
+        if value is None:
+            return self._part_of_whole(t, recorder, link, buffer, key)
+        if value.early:
+            recorder.flush()
+            for operand in value.early:
+                recorder.note_early_read_used(origin())
+                link.finish_early(operand)
+        elif not value.reads:
+            wait_as_cuda(recorder, link)
+        return value.compute(self._read_all(recorder, link, value.reads))
+
+    def known_value(self, t: Tensor) -> Tensor | None:
+        """A host copy of a small device tensor, if there is one without waiting for the device."""
+        at = address_of(t)
+        recorder = self._recorder_at(at)
+        if not 0 < t.numel() * t.element_size() <= MAX_BYTES or t.dtype not in REAL or recorder.capture is not None:
+            return None
+        with recorder.lock:
+            link = recorder.link
+            if link is None:
+                return None
+            host = self._host_values.now(recorder, link, recorder.lazy_clones.holder(at >> ID_SHIFT), _view_key(t, at))
+            if host is not None:
+                wait_as_cuda(recorder, link)
+            return host
+
+    def _read_all(self, recorder: Recorder, link: Link, places: list[Range]) -> list[Tensor]:
+        """Read small parts of buffers with one wait."""
+        hosts: list[Tensor] = []
+        for buffer, view in places[:-1]:
+            host, memory = _host_memory(view[1], view[2], view[3], nbytes_of(view))
+            link.hold()
+            recorder.flush()
+            link.fetch(buffer, view[0], memory, host)
+            hosts.append(host)
+        if places:
+            hosts.append(self._read_dense(recorder, link, *places[-1]))
+        if len(places) > 1:
+            link.finish_reads()
+        for place, host in zip(places, hosts, strict=True):
+            link.keep(*place, host)
+        return hosts
+
+    def _part_of_whole(self, t: Tensor, recorder: Recorder, link: Link, buffer: int, key: ViewKey) -> Tensor | None:
+        """Read all of a small storage whose part is wanted, because a script often wants the other elements next."""
+        nbytes = t.untyped_storage().nbytes()
+        if not t.numel() * t.element_size() < nbytes <= MAX_BYTES or nbytes % t.element_size():
+            return None
+        whole = 0, t.dtype, (nbytes // t.element_size(),), (1,)
+        host = self._read_dense(recorder, link, buffer, whole)
+        link.keep(buffer, whole, host)
+        return part_of(host, whole, key)
 
     @staticmethod
     def _read_dense(recorder: Recorder, link: Link, buffer: int, key: ViewKey) -> Tensor:
@@ -637,7 +707,7 @@ class Transfer:
             recorder.idle()
             return torch.empty_strided(shape, stride, dtype=dtype)
         host: Tensor | None = None
-        small = bytearray(nbytes) if nbytes <= MAX_EARLY_BYTES and dtype in _FILLS else None
+        small = bytearray(nbytes) if nbytes <= MAX_EARLY_BYTES and dtype in REAL else None
         if small is None:
             host, memory = _host_memory(dtype, shape, stride, nbytes)
         else:
@@ -645,7 +715,7 @@ class Transfer:
         pending = link.ask(buffer, offset, memory)
         try:  # what does not need the answer is done here, while the executor works
             if host is None:
-                host = _tensor_on(small, dtype, shape, stride)
+                host = tensor_on(small, dtype, shape, stride)
             where = origin()
             if nbytes <= MAX_EARLY_BYTES:
                 recorder.note_read(buffer, key, nbytes, where)

@@ -1,0 +1,258 @@
+"""Small values that the client computes itself: no wait, and the same bits as the device's."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from wooly.api import attached_links
+from wooly.device import current_devices
+from wooly.kernels.host_values import part_of
+
+
+@pytest.fixture
+def waits(cuda):
+    """A function that returns the number of answers to reads since the last call."""
+    link = attached_links()[0]
+    last = link.syncs
+
+    def since():
+        nonlocal last
+        last, before = link.syncs, last
+        return last - before
+
+    torch.cuda.synchronize()
+    since()
+    return since
+
+
+def test_decision_by_uploaded_values_needs_no_wait(cuda, waits):
+    limits, step = torch.tensor([1.0, 2.5, 4.0]).to(cuda), torch.tensor(3, device=cuda)
+    assert bool(limits[1] == 2.5) and not bool((limits > step).all()) and bool((limits > step).any())
+    assert (step * 2 + 1).item() == 7 and torch.cat([limits, limits])[4].item() == 2.5
+    assert waits() == 0
+
+
+def test_operand_is_read_in_place_of_the_comparison(cuda, waits):
+    x = torch.full((100,), 0.5, device=cuda).exp().sum()
+    assert bool(x > 100) and not bool(x > 200) and bool((x - 100).abs() < 100) and waits() == 1
+    assert x.item() == torch.full((100,), 0.5).exp().sum().item() and waits() == 0
+
+
+def test_two_operands_are_read_with_one_wait(cuda, waits):
+    x, y = [torch.full((n,), 0.5, device=cuda).exp().sum() for n in (10, 20)]
+    link = attached_links()[0]
+    programs = current_devices().recorders[0].programs
+    assert bool(x < y) and current_devices().recorders[0].programs == programs + 1
+    assert x.item() < y.item() and waits() == 2 and not link.has_fetches
+
+
+def test_write_makes_a_value_unknown(cuda, waits):
+    x = torch.tensor([1.0, 2.0]).to(cuda)
+    x.exp_()
+    assert x[0].item() == torch.tensor(1.0).exp().item() and waits() == 1
+    assert x[1].item() == torch.tensor(2.0).exp().item() and waits() == 0  # all of a small storage is read
+    x[0] = 5
+    assert x.tolist() == [5, torch.tensor(2.0).exp().item()]
+
+
+def test_value_before_a_write_is_computed_from_what_was_there(cuda, waits):
+    x = torch.tensor(3).to(cuda)
+    y = x * 2
+    x.add_(1)
+    assert (y.item(), x.item()) == (6, 4) and waits() == 0
+    x.zero_()
+    assert (y.item(), x.item()) == (6, 0)
+
+
+def test_freed_operand_is_not_read(cuda, waits):
+    x = torch.full((9,), 0.25, device=cuda).exp().sum()
+    y = x * 2
+    del x
+    assert y.item() == torch.full((9,), 0.25).exp().sum().item() * 2 and waits() == 1
+    x = torch.full((9,), 0.5, device=cuda).exp().sum()
+    y = x * 2
+    torch.cuda.synchronize()
+    current_devices().recorders[0].sync()
+    del x
+    assert y.item() == torch.full((9,), 0.5).exp().sum().item() * 2
+
+
+def test_value_of_the_program_that_was_sent_last_is_computed(cuda, waits):
+    x = torch.tensor([4, 7]).to(cuda)
+    y = x + 1
+    current_devices().recorders[0].flush()
+    assert y.tolist() == [5, 8] and waits() == 0
+    z = y * 2
+    current_devices().recorders[0].flush()
+    torch.arange(3.0).to(cuda)  # another frame: what it wrote is not in a program
+    assert z.tolist() == [10, 16]
+
+
+def test_small_result_whose_shape_depends_on_data_comes_with_its_shape(cuda, waits):
+    x = torch.arange(6.0, device=cuda).exp()
+    found = (x > 10).nonzero()
+    waits()
+    assert found.tolist() == [[3], [4], [5]] and [int(i) for i in found] == [3, 4, 5] and waits() == 0
+
+
+def test_shape_that_depends_on_known_data_needs_no_wait(cuda, waits):
+    x = torch.tensor([3, 0, 3, 5]).to(cuda)
+    recorder = current_devices().recorders[0]
+    syncs = recorder.require_link().answered
+    assert x.nonzero().flatten().tolist() == [0, 2, 3] and x[x > 2].tolist() == [3, 3, 5]
+    assert torch.unique(x).tolist() == [0, 3, 5]
+    assert x.repeat_interleave(x)[-1].item() == 5
+    assert recorder.require_link().answered == syncs and waits() == 0
+    x += torch.ones(4, device=cuda).exp().long()
+    assert x.nonzero().numel() == 4
+
+
+def test_copy_to_pinned_memory_has_arrived_after_a_read_without_wait(cuda):
+    x, known = torch.ones(4, device=cuda).exp(), torch.tensor([1, 2]).to(cuda)
+    host = torch.zeros(4, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    assert known.tolist() == [1, 2]
+    assert torch.equal(host, torch.ones(4).exp())
+
+
+def test_number_beside_half_precision_is_left_to_the_device(cuda, waits):
+    """Devices round the number to 16 bits or keep 32 of them."""
+    x = torch.tensor([0.1], dtype=torch.float16).to(cuda)
+    assert bool((x == 0.1)[0]) == bool((torch.tensor([0.1], dtype=torch.float16) == 0.1)[0]) and waits() > 0
+
+
+def test_zero_whose_sign_may_differ_between_devices_is_left_to_the_device(cuda, waits):
+    x, y = torch.tensor([-0.0]).to(cuda), torch.tensor([0.0]).to(cuda)
+    assert torch.maximum(x, y).tolist() == [0.0] and waits() > 0
+
+
+def test_error_of_an_operand_is_raised(cuda):
+    table = torch.ones(3, 2, device=cuda)
+    wrong = torch.nn.functional.embedding(torch.tensor([7]).to(cuda), table).sum()
+    with pytest.raises(RuntimeError, match="index out of range"):
+        bool(wrong > 0)
+
+
+def test_host_copy_does_not_follow_the_tensor_that_was_uploaded(cuda):
+    host = torch.tensor([1, 2])
+    x = host.to(cuda)
+    host[0] = 9
+    read = x.cpu()
+    read[1] = 9
+    assert x.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("part", "elements"),
+    [
+        ((0, torch.int64, (2,), (1,)), [0, 1]),
+        ((16, torch.int64, (2,), (2,)), [2, 4]),
+        ((40, torch.int64, (), ()), 5),
+        ((40, torch.int64, (2,), (1,)), None),
+        ((4, torch.int64, (1,), (1,)), None),
+        ((0, torch.int32, (1,), (1,)), None),
+        ((8, torch.int64, (2, 2), (0, 1)), [[1, 2], [1, 2]]),
+        ((0, torch.int64, (0,), (1,)), None),
+    ],
+)
+def test_part_of_a_host_copy(part, elements):
+    found = part_of(torch.arange(6), (0, torch.int64, (6,), (1,)), part)
+    assert (None if found is None else found.tolist()) == elements
+
+
+# -- equal to the CPU, whatever the script does --------------------------------------------------------------------------
+
+VALUES = st.sampled_from(
+    [torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool, torch.float16]
+)
+STEPS = st.lists(
+    st.tuples(st.integers(0, 20), st.integers(0, 5), st.integers(0, 5), st.integers(-3, 3)), min_size=4, max_size=30
+)
+
+
+def script(steps, dtypes, device):
+    """A script of small operations on a pool of tensors. Returns all values that it reads."""
+    generator = torch.Generator().manual_seed(1)
+    pool = [
+        (torch.randn(4, generator=generator) * 3).to(dtype).to(device)
+        if k % 2
+        else torch.tensor(k).to(dtype).to(device)
+        for k, dtype in enumerate(dtypes)
+    ]
+    read = []
+    for what, i, j, number in steps:
+        try:
+            step(pool, read, what, i % len(pool), j % len(pool), number)
+        except RuntimeError as e:  # the CPU refuses it, too
+            read.append(str(e).split(";")[0][:40])
+    return repr(read + [t.tolist() for t in pool])
+
+
+def step(pool, read, what, i, j, number):
+    """One operation: it reads, writes one tensor, or replaces the tensor `j`."""
+    a, b = pool[i], pool[j]
+    match what:
+        case 0:
+            new = a > b
+        case 1:
+            new = a + b
+        case 2:
+            new = a * number
+        case 3:
+            new = torch.where(a > number, a, b.to(a.dtype))
+        case 4:
+            new = torch.cat([a.reshape(-1), b.reshape(-1)])[-4:]
+        case 5:
+            new = (a.to(torch.int64) * 2).sum()
+        case 6:
+            new = a.reshape(-1)[:2].to(torch.float32).exp()
+        case 7:
+            a.copy_(b.reshape(-1)[0])
+            return
+        case 8:
+            a.fill_(number % 2)
+            return
+        case 9:
+            a.reshape(-1)[:1].add_(b.reshape(-1)[:1].to(a.dtype))
+            return
+        case 10:
+            new = a.reshape(-1)[::2].clone()
+        case 11:
+            new = torch.maximum(a.to(torch.float32), b.to(torch.float32)) / 4
+        case 12:
+            new = a.to(torch.float64).sqrt() - b.to(torch.float64)
+        case 13:
+            read.append(a.reshape(-1)[0].item())
+            return
+        case 14:
+            read.append(a.tolist())
+            return
+        case 15:
+            read.append(bool((a == b).any()))
+            return
+        case 16:
+            read.append((a > number).nonzero().tolist())
+            return
+        case 17:
+            new = a.reshape(-1)[a.reshape(-1) > number]
+            read.append(new.shape)
+            if not new.numel():
+                return
+        case 18:
+            pool[i] = b.t().contiguous() if b.dim() == 2 else b.clone()
+            return
+        case 19:
+            new = torch.isin(a.to(torch.int64), b.to(torch.int64)).logical_not()
+        case _:
+            a.reshape(-1)[-1:].copy_(torch.tensor([number]).to(a.dtype))
+            return
+    if new.dim() > 1 or new.numel() not in (1, 2, 4):
+        new = new.reshape(-1)[:1]
+    if new.numel() == 2:
+        new = torch.cat([new, new])
+    pool[j] = new
+
+
+@given(steps=STEPS, dtypes=st.lists(VALUES, min_size=2, max_size=6))
+def test_small_values_are_those_of_the_cpu(cuda, steps, dtypes):
+    assert script(steps, dtypes, cuda) == script(steps, dtypes, "cpu")
