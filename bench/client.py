@@ -202,6 +202,34 @@ def bench_item(repeat):
     yield row(".item() again, unchanged", "us", a * 1e3, None, 10, against="value")
 
 
+def decisions(device):
+    """Scripts that decide by small values: uploaded ones, and one that was computed and is compared ten times."""
+    limits, x = torch.linspace(0, 100, 64).to(device), torch.ones(64, 64).to(device)
+
+    def uploaded():
+        for k in range(100):
+            bool(limits[k % 64] > 50)
+
+    def computed():
+        for _ in range(10):
+            total = x.exp().sum()
+            for limit in range(10):
+                bool(total > limit)
+
+    return uploaded, computed
+
+
+def bench_decisions(repeat):
+    """Decisions by a value that the client knows."""
+    for name, ours, local in zip(
+        ("an uploaded value", "a value read once"), decisions("cuda"), decisions("cpu"), strict=True
+    ):
+        a, spread = timed(ours, repeat)
+        b, _ = timed(local, repeat)
+        spread = [round(s * 1e4, 1) for s in spread]
+        yield row(f"decision by {name}", "us", a * 1e4, b * 1e4, None, spread=spread)
+
+
 def pair(ours, local, repeat):
     """Run both sides in turn. Returns the median ratio and its spread."""
     ours(), local()
@@ -612,6 +640,7 @@ BENCHES = {
     "chain": bench_chain,
     "native": bench_native,
     "item": bench_item,
+    "decisions": bench_decisions,
     "mlp": bench_mlp,
     "loss": bench_loss,
     "graph": bench_graph,

@@ -77,6 +77,7 @@ class Recorded(NamedTuple):
         params: values of the params.
         slot_of: slot of each buffer that the script had not freed.
         position: sequence number of its frame; 0 for the open program.
+        cuts: number of incomplete instructions that were removed so far.
     """
 
     words: list[int]
@@ -84,6 +85,7 @@ class Recorded(NamedTuple):
     params: list[float | int]
     slot_of: dict[int, int]
     position: int
+    cuts: int
 
 
 class Taken(NamedTuple):
@@ -265,6 +267,7 @@ class Recorder(ProgramFields):
         self._deferred: list[Callable[[Link], None]] = []
         self._sent: OrderedDict[bytes, SentProgram] = OrderedDict()
         self._sent_last: Recorded | None = None
+        self._cuts = 0
         self._frees: list[int] = []
         self._freed: list[int] = []
         self._free_form = forms.intern(Form("free", (Operand(Role.IN, None),)))
@@ -507,6 +510,7 @@ class Recorder(ProgramFields):
 
     def drop_incomplete(self) -> None:
         """Remove the incomplete last instruction after an interrupt (Ctrl-C)."""
+        self._cuts += 1
         at = count = n_params = n_slots = 0
         while at < len(self.words) and count < len(self.origins):
             form = self._forms[self.words[at]]
@@ -584,7 +588,7 @@ class Recorder(ProgramFields):
             self._frees = rest
             raise
         self._early = self.early_reads.sent(key, bind)
-        self._sent_last = Recorded(self.words, bind, self.params, self.slot_of, seq)
+        self._sent_last = Recorded(self.words, bind, self.params, self.slot_of, seq, self._cuts)
         self._reset_program()
         if rest:
             self._frees = rest
@@ -848,7 +852,7 @@ class Recorder(ProgramFields):
             is_last = last is not None and link is not None and link.position == last.position
             if last is not None and is_last and len(last.words) + len(self.words) <= most:
                 found.append(last)
-            found.append(Recorded(self.words, self.bind, self.params, self.slot_of, 0))
+            found.append(Recorded(self.words, self.bind, self.params, self.slot_of, 0, self._cuts))
         return found
 
     def frees(self, buffer: int) -> bool:

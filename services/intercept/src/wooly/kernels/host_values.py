@@ -11,8 +11,10 @@ another operator computes is read.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +25,7 @@ from wooly_wis.optable import TABLE
 from wooly_wis.program import Attr, Form, OperandRef, ParamKind, ParamRef, Role, Symbol, View
 
 from wooly.dtypes import TORCH_DTYPES
-from wooly.interned_forms import Forms
+from wooly.interned_forms import Forms, InternedForm
 from wooly.link import Link, ViewKey
 from wooly.recorder import Recorded, Recorder
 from wooly.sync_debug import sync_debug
@@ -251,6 +253,7 @@ class HostValues:
         self.forms = forms
         self._rules: dict[int, _Rule | None] = {}
         self._dynamic: dict[int, Form | None] = {}
+        self._parsed: deque[_Parsed] = deque(maxlen=2)
 
     def known(self, link: Link, buffer: int, key: ViewKey) -> Tensor | None:
         """A view of a host copy that the link keeps, of this part or of more of the buffer; None if there is none."""
@@ -334,6 +337,15 @@ class HostValues:
         results = [found] if isinstance(found, Tensor) else list(found)
         return results if sum(t.nbytes for t in results) <= MAX_BYTES else None
 
+    def parsed(self, program: Recorded) -> _Parsed:
+        """The instructions of a program."""
+        found = next((p for p in self._parsed if p.words is program.words and p.cuts == program.cuts), None)
+        if found is None:
+            found = _Parsed(program)
+            self._parsed.append(found)
+        found.parse(program.bind, self.forms.known)
+        return found
+
     def rule(self, form: int) -> _Rule | None:
         """How the instructions of a form are computed; None: not on the host."""
         try:
@@ -341,6 +353,39 @@ class HostValues:
         except KeyError:
             rule = self._rules[form] = _rule_of(decode_form(self.forms.known[form].raw))
             return rule
+
+
+class _Parsed:
+    """Where the instructions of a program are. A program that has grown is parsed on from where it ended.
+
+    Attributes:
+        words: the words of the program.
+        starts: where the words and the params of each instruction begin.
+        writers: the instructions that write each buffer.
+    """
+
+    def __init__(self, program: Recorded) -> None:
+        self.words, self.cuts = program.words, program.cuts
+        self.starts: list[tuple[int, int]] = []
+        self.writers: dict[int, list[int]] = {}
+        self._end = self._first = 0
+
+    def parse(self, bind: list[int], known: list[InternedForm]) -> None:
+        """Go on to the end of the words."""
+        words, starts, writers = self.words, self.starts, self.writers
+        at, first, end = self._end, self._first, len(self.words)
+        while at < end:
+            form = known[words[at]]
+            for k in form.writes:
+                buffer = bind[words[at + 1 + k]]
+                if buffer in writers:
+                    writers[buffer].append(len(starts))
+                else:
+                    writers[buffer] = [len(starts)]
+            starts.append((at, first))
+            at += 1 + form.arity
+            first += len(form.param_format)
+        self._end, self._first = at, first
 
 
 class Value:
@@ -352,34 +397,14 @@ class Value:
 
     def __init__(self, values: HostValues, recorder: Recorder, link: Link, programs: list[Recorded]) -> None:
         self._values, self._recorder, self._link, self._programs = values, recorder, link, programs
-        #: Per instruction: its program, and where its words and its params begin. Per buffer: the instructions that write it.
-        self._starts: list[tuple[Recorded, int, int]] = []
-        self._writers: dict[int, list[int]] = {}
+        #: An instruction has a number: those of the first program, then those of the second one, `self._first[1]` and up.
+        self._parsed = [values.parsed(program) for program in programs]
+        self._first = list(accumulate([len(p.starts) for p in self._parsed], initial=0))
         self._computed: dict[int, Callable[[], Tensor] | None] = {}
         self._visited = 0
         self._read: dict[Range, Tensor | None] = {}
         self.early: set[int] = set()
         self._result: Callable[[], Tensor] | None = None
-        for program in self._programs:
-            self._parse(program)
-
-    def _parse(self, program: Recorded) -> None:
-        words, bind, known = program.words, program.bind, self._values.forms.known
-        starts, writers = self._starts, self._writers
-        at = first = 0
-        count, end = len(starts), len(words)
-        while at < end:
-            form = known[words[at]]
-            for k in form.writes:
-                buffer = bind[words[at + 1 + k]]
-                if buffer in writers:
-                    writers[buffer].append(count)
-                else:
-                    writers[buffer] = [count]
-            starts.append((program, at, first))
-            at += 1 + form.arity
-            first += len(form.param_format)
-            count += 1
 
     @property
     def reads(self) -> list[Range]:
@@ -388,7 +413,7 @@ class Value:
 
     def resolve(self, buffer: int, key: ViewKey) -> bool:
         """Find out how the value is computed. Returns False if it must be read itself."""
-        self._result = self._source(buffer, key, len(self._starts))
+        self._result = self._source(buffer, key, self._first[-1])
         return self._result is not None and Range(buffer, key) not in self._read
 
     def compute(self, hosts: Sequence[Tensor]) -> Tensor | None:
@@ -409,7 +434,11 @@ class Value:
         """What computes a view of a buffer as it is before a step; None if it cannot be known."""
         if nbytes_of(key) > MAX_BYTES:
             return None
-        written = self._writers.get(buffer, ())
+        written = [
+            first + step
+            for first, p in zip(self._first, self._parsed, strict=False)
+            for step in p.writers.get(buffer, ())
+        ]
         writer = next((step for step in reversed(written) if step < before), None)
         is_current = not written or writer == written[-1]
         if is_current:
@@ -419,11 +448,16 @@ class Value:
                     self.early.add(buffer)
                 return lambda: known
         if writer is not None:
-            program, at, _ = self._starts[writer]
+            program, at, _ = self._place(writer)
             rule, computed = self._values.rule(program.words[at]), self._step(writer)
             if computed is not None and rule is not None:
                 return partial(_part, computed, rule.view, key)
         return self._to_read(buffer, key) if is_current else None
+
+    def _place(self, step: int) -> tuple[Recorded, int, int]:
+        """The program of an instruction, and where its words and its params begin."""
+        which = 0 if step < self._first[1] else 1
+        return self._programs[which], *self._parsed[which].starts[step - self._first[which]]
 
     def _to_read(self, buffer: int, key: ViewKey) -> Callable[[], Tensor] | None:
         """What gives a part of a buffer that will be read, behind all that is recorded."""
@@ -461,7 +495,7 @@ class Value:
         return self._computed[index]
 
     def _new_step(self, index: int) -> Callable[[], Tensor] | None:
-        program, at, first = self._starts[index]
+        program, at, first = self._place(index)
         number = program.words[at]
         rule, form = self._values.rule(number), self._values.forms.known[number]
         if rule is None:
