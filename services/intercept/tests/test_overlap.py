@@ -18,6 +18,8 @@ REFUSED = {
     "add_ of the transpose": lambda y, d: y[:4].view(2, 2).t().add_(y[:4].view(2, 2)),
     "add out=": lambda y, d: torch.add(y[:-1], 1, out=y[1:]),
     "copy_": lambda y, d: y[1:].copy_(y[:-1]),
+    "copy_ of one of its elements": lambda y, d: y.copy_(y[1]),
+    "copy_ of an element, as of another tensor before": lambda y, d: (torch.ones_like(y).copy_(y[1]), y.copy_(y[1])),
     "copy_ of the transpose": lambda y, d: y[:4].view(2, 2).t().copy_(y[:4].view(2, 2)),
     "cat": lambda y, d: torch.cat([y[:3], y[1:4]], out=y),
     "index_select": lambda y, d: torch.index_select(y, 0, index(d), out=y[:2]),
