@@ -1,5 +1,6 @@
 """Tests of sessions over real channels: isolation, errors, poisoned buffers, freed memory."""
 
+import base64
 import struct
 import subprocess
 import sys
@@ -428,10 +429,15 @@ def test_result_of_unknown_size_is_described_and_readable(device, wis):
     (described,) = a.run(body, {"x": 1, "i": 2}, reply=True)["outputs"]
     assert described["dtype"] == "i64" and described["sizes"] == [2, 1] and described["nbytes"] == 16
     assert struct.unpack("<2q", a.read(2, 16)) == (1, 3)
+    assert base64.b64decode(described["data"]) == a.read(2, 16)
     assert device.held() == {"a": (32, 2)}
     a.make(3, 0, 0, 0, 0)
     (described,) = a.run(body, {"x": 3, "i": 4}, reply=True)["outputs"]
-    assert described["sizes"] == [0, 1] and described["nbytes"] == 0
+    assert described["sizes"] == [0, 1] and described["nbytes"] == 0 and "data" not in described
+    a.make(5, *[1] * 129)
+    body = wis.body().call("aten.nonzero.default", ("in", "x", wis.at(DType.F32, 129)), ("out", "i", None))
+    (described,) = a.run(body, {"x": 5, "i": 6}, reply=True)["outputs"]
+    assert described["nbytes"] == 129 * 8 and "data" not in described
 
 
 def test_result_of_a_scalar_operator_is_answered_as_a_value(device, wis, v):

@@ -34,12 +34,12 @@ def turns(reads, count, *programs, buffer=lambda turn: 20):
     for turn in range(count):
         for words, bind in programs:
             reads.sent(words, bind(turn))
-        found.append(reads.read(buffer(turn), "view", 4, "line"))
+        found.append(reads.read(buffer(turn), "view", 4, 4, "line"))
     return found
 
 
 def test_value_that_is_read_twice_is_predicted_behind_its_last_writer():
-    reads = EarlyReads(parsed)
+    reads = EarlyReads(parsed, lambda words, slot: 4)
     program = words_of((2, 1), LOSS, STEP), lambda turn: [10, 20 + turn, 30, 40]
     found = turns(reads, 4, program, buffer=lambda turn: 20 + turn)
     assert found[:2] == [None, None] and found[2] is found[3]
@@ -49,7 +49,7 @@ def test_value_that_is_read_twice_is_predicted_behind_its_last_writer():
 
 
 def test_value_of_an_earlier_program_is_predicted_at_its_end():
-    reads = EarlyReads(parsed)
+    reads = EarlyReads(parsed, lambda words, slot: 4)
     first = words_of((2, 1), LOSS)
     programs = (first, lambda turn: [10, 20]), (words_of((1, 0, 1), (1, 2, 3)), lambda turn: [20, 30, 40, 50])
     found = turns(reads, 4, *programs)[-1]
@@ -58,7 +58,7 @@ def test_value_of_an_earlier_program_is_predicted_at_its_end():
 
 
 def test_prediction_stays_after_a_program_that_the_timer_has_cut():
-    reads = EarlyReads(parsed)
+    reads = EarlyReads(parsed, lambda words, slot: 4)
     whole = words_of((2, 1), LOSS, STEP), lambda turn: [10, 20, 30, 40]
     cut = (words_of((2, 0)), lambda turn: [20]), (words_of(LOSS, STEP), lambda turn: [10, 20, 30, 40])
     known = turns(reads, 4, whole)[-1]
@@ -68,12 +68,13 @@ def test_prediction_stays_after_a_program_that_the_timer_has_cut():
 @pytest.mark.parametrize("behind", [(), ((3, 0),)])
 def test_value_of_the_last_writer_is_not_predicted(behind):
     program = words_of(STEP, LOSS, *behind), lambda turn: [10, 20, 30, 40]
-    assert turns(EarlyReads(parsed), 5, program) == [None] * 5
+    assert turns(EarlyReads(parsed, lambda words, slot: 4), 5, program) == [None] * 5
 
 
 def test_prediction_lasts_if_most_values_are_used_and_ends_otherwise():
     good, bad = (
-        turns(EarlyReads(parsed), 3, (words_of(LOSS, STEP), lambda turn: [10, 20, 30, 40]))[-1] for _ in range(2)
+        turns(EarlyReads(parsed, lambda words, slot: 4), 3, (words_of(LOSS, STEP), lambda turn: [10, 20, 30, 40]))[-1]
+        for _ in range(2)
     )
     for turn in range(40):
         assert good.begin()
@@ -88,10 +89,31 @@ def test_prediction_lasts_if_most_values_are_used_and_ends_otherwise():
 
 
 def test_prediction_that_failed_is_not_made_again():
-    reads = EarlyReads(parsed)
+    reads = EarlyReads(parsed, lambda words, slot: 4)
     program = words_of(LOSS, STEP), lambda turn: [10, 20, 30, 40]
     reads.forget(turns(reads, 4, program)[-1])
     assert turns(reads, 20, program) == [None] * 20
+
+
+def test_value_that_the_program_does_not_show_to_be_there_is_not_predicted():
+    """The same words may come with a smaller buffer."""
+    program = words_of((2, 1), LOSS, STEP), lambda turn: [10, 20, 30, 40]
+    for extent, is_predicted in ((3, False), (4, True)):
+        found = turns(EarlyReads(parsed, lambda words, slot, extent=extent: extent), 5, program)[-1]
+        assert (found is not None) == is_predicted
+
+
+def test_loop_that_reads_more_than_it_wrote_works_with_a_smaller_tensor(cuda):
+    """The loop writes two elements and reads all, of a tensor that has four elements at first, then two."""
+    at = torch.arange(2.0, device=cuda)
+    for turn in range(12):
+        x = torch.ones(4 if turn < 8 else 2, device=cuda).exp()
+        torch.cuda.synchronize()
+        x[:2].copy_(at.sin())
+        other = at * turn
+        other.mul_(2)
+        assert x.tolist()[:2] == torch.arange(2.0).sin().tolist()
+        del x, other
 
 
 @pytest.fixture

@@ -64,6 +64,31 @@ def test_value_before_a_write_is_computed_from_what_was_there(cuda, waits):
     assert (y.item(), x.item()) == (6, 0)
 
 
+def test_counter_on_the_device_needs_no_wait(cuda, waits):
+    step = torch.zeros((), dtype=torch.int64, device=cuda)
+    torch.cuda.synchronize()
+    assert step.item() == 0
+    waits()
+    for k in range(1, 300):  # more than one program
+        step += 1
+        assert step.item() == k
+    assert waits() == 0
+    torch.cuda.synchronize()
+    assert step.clone().cpu().item() == 299
+
+
+def test_value_that_was_computed_before_two_writes(cuda, waits):
+    x = torch.tensor([1.0, 2.0]).to(cuda)
+    assert x.tolist() == [1, 2]
+    y = x * 3
+    x.mul_(2)
+    z = x + 1
+    assert z.tolist() == [3, 5]  # keeps a copy of z, not of x
+    x.exp_()
+    assert y.tolist() == [3, 6] and z.tolist() == [3, 5] and waits() == 0
+    assert x.tolist() == torch.tensor([2.0, 4.0]).exp().tolist()
+
+
 def test_freed_operand_is_not_read(cuda, waits):
     x = torch.full((9,), 0.25, device=cuda).exp().sum()
     y = x * 2

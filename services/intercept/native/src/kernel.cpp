@@ -842,6 +842,7 @@ PyMODINIT_FUNC PyInit__native() {
   }
   str_mirrors = PyUnicode_InternFromString("_mirrors");
   str_forget = PyUnicode_InternFromString("forget");
+  str_overwrite = PyUnicode_InternFromString("overwrite");
   str_close_if_due = PyUnicode_InternFromString("close_if_due");
   str_drop_incomplete = PyUnicode_InternFromString("drop_incomplete");
   str_acquire = PyUnicode_InternFromString("acquire");

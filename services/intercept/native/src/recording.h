@@ -192,7 +192,7 @@ struct Plan {
 };
 
 // Names of attributes and methods, made when the module is loaded.
-inline PyObject *str_mirrors, *str_forget, *str_close_if_due, *str_drop_incomplete, *str_acquire, *str_release;
+inline PyObject *str_mirrors, *str_forget, *str_overwrite, *str_close_if_due, *str_drop_incomplete, *str_acquire, *str_release;
 
 inline void append(PyObject* list, PyObject* item) { must(PyList_Append(list, item) == 0); }
 
@@ -221,15 +221,28 @@ inline PyObject* mirrors_of(ProgramFields* program) {
   return PyDict_GET_SIZE(mirrors) ? mirrors : nullptr;
 }
 
-inline void forget_mirror(ProgramFields* program, PyObject* buffer) {
+inline bool has_mirror(ProgramFields* program, PyObject* buffer) {
   PyObject* mirrors = mirrors_of(program);
   if (mirrors == nullptr) {
-    return;
+    return false;
   }
   int kept = PyDict_Contains(mirrors, buffer);
   must(kept >= 0);
-  if (kept) {
+  return kept != 0;
+}
+
+// `Link.forget` of a buffer that was freed.
+inline void forget_mirror(ProgramFields* program, PyObject* buffer) {
+  if (has_mirror(program, buffer)) {
     Ref(made(PyObject_CallMethodOneArg(program->link, str_forget, buffer)));
+  }
+}
+
+// `Link.overwrite` of a buffer that the next instruction writes.
+inline void overwrite_mirror(ProgramFields* program, PyObject* buffer) {
+  if (has_mirror(program, buffer)) {
+    Ref instructions(made(PyLong_FromSsize_t(PyList_GET_SIZE(program->origins))));
+    Ref(made(PyObject_CallMethodObjArgs(program->link, str_overwrite, buffer, instructions.object, nullptr)));
   }
 }
 
@@ -365,7 +378,7 @@ inline void record(const Plan& plan, HeapFields* heap, const Signature& s, PyObj
     buffers.emplace_back(made(PyLong_FromLongLong(id)));
   }
   for (size_t at : plan.written) {
-    forget_mirror(program, buffers[at]);
+    overwrite_mirror(program, buffers[at]);
   }
   for (const auto& out : plan.outs) {
     if (out == nullptr) {

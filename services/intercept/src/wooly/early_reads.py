@@ -79,10 +79,16 @@ class EarlyReads:
 
     Args:
         instructions_of: yields the positions of the written operands, and the slots, of each instruction in words.
+        extent_of: number of bytes that the buffer of a slot has at least, according to words.
     """
 
-    def __init__(self, instructions_of: Callable[[bytes], Iterator[tuple[Sequence[int], Sequence[int]]]]) -> None:
+    def __init__(
+        self,
+        instructions_of: Callable[[bytes], Iterator[tuple[Sequence[int], Sequence[int]]]],
+        extent_of: Callable[[bytes, int], int],
+    ) -> None:
         self._instructions_of = instructions_of
+        self._extent_of = extent_of
         self._recent: deque[_Sent] = deque(maxlen=_RECENT)
         self._place = _NOWHERE
         self._seen: dict[Hashable, int] = {}
@@ -115,13 +121,14 @@ class EarlyReads:
         self._place = where, 0
         return self._known.get(self._place)
 
-    def read(self, buffer: int, view: Hashable, nbytes: int, where: Hashable) -> EarlyRead | None:
+    def read(self, buffer: int, view: Hashable, nbytes: int, end: int, where: Hashable) -> EarlyRead | None:
         """The script has waited for a value. If it does so again at the same place, it is predicted from then on.
 
         Args:
             buffer: the buffer of the value.
             view: what was read.
             nbytes: its size.
+            end: minimum size of a buffer that has the view.
             where: the place in the script.
 
         Returns:
@@ -135,10 +142,10 @@ class EarlyReads:
             if times >= 2 and not times & (
                 times - 1
             ):  # a prediction that never fits is made anew, but ever more rarely
-                self._learn(buffer, view, nbytes)
+                self._learn(buffer, view, nbytes, end)
         return self.used(where)
 
-    def _learn(self, buffer: int, view: Hashable, nbytes: int) -> None:
+    def _learn(self, buffer: int, view: Hashable, nbytes: int, end: int) -> None:
         for program in reversed(self._recent):
             if buffer not in program.bind:
                 continue
@@ -146,6 +153,8 @@ class EarlyReads:
             words, count, worked = self._writer(program, slot)
             if not count:
                 continue
+            if self._extent_of(words, slot) < end:
+                return  # the same words may come with a smaller buffer
             if (worked or program is not self._recent[-1]) and (program.place, view) not in self._refused:
                 self._limit(self._known)
                 self._known[program.place] = EarlyRead(words, count, slot, view, nbytes)

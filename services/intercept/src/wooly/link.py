@@ -75,6 +75,8 @@ MAX_STARTED_READS = 64
 _RUN, _READ, _DATA = Kind.RUN, Kind.READ, Kind.DATA
 
 ViewKey = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
+#: Per buffer: host copies that were valid before an instruction wrote it, and the number of instructions in front of that one.
+Overwritten = dict[int, tuple[Mapping[ViewKey, torch.Tensor], int]]
 
 
 class _StartedRead(NamedTuple):
@@ -164,6 +166,8 @@ class Link:
         self._pid, self._forks = os.getpid(), _forks
         self._mirrors: OrderedDict[int, dict[ViewKey, torch.Tensor]] = OrderedDict()
         self._mirror_bytes = 0
+        #: What the open program has overwritten.
+        self.overwritten: Overwritten = {}
         self.lost: WoolyError | None = None
         self._started: deque[_StartedRead] = deque()
         #: Values that were read early and are not used yet, by buffer: the number of the READ, and the prediction.
@@ -944,10 +948,29 @@ class Link:
             self._early.pop(buffer, None)
             self._mirror_bytes -= sum(host.nbytes + _MIRROR_OVERHEAD for host in kept.values())
 
-    def forget_each(self, buffers: list[int]) -> None:
-        """`forget` for several buffers."""
+    def overwrite(self, buffer: int, instructions: int) -> None:
+        """Drop the cached copies of a buffer, because an instruction of the open program will write it.
+
+        Values that were computed before can still be computed from them (`overwritten`), until the program is sent.
+
+        Args:
+            buffer: the buffer.
+            instructions: number of instructions of the open program so far.
+        """
+        kept = self._mirrors.get(buffer)
+        if kept is None:
+            return
+        arrived = buffer not in self._early
+        self.forget(buffer)
+        if arrived:
+            self.overwritten[buffer] = kept, instructions
+
+    def end_program(self, freed: list[int]) -> None:
+        """The open program was sent or dropped. Drop cached copies of what it freed, and of what it wrote before the write."""
+        if self.overwritten:
+            self.overwritten = {}
         mirrors = self._mirrors
-        for buffer in buffers:
+        for buffer in freed:
             if buffer in mirrors:
                 self.forget(buffer)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
-from wooly_wis.codec import digest, join_program
+from wooly_wis.codec import decode_form, digest, join_program
 from wooly_wis.limits import MAX_FREES
 from wooly_wis.program import Form, Operand, Role
 
@@ -31,7 +31,7 @@ from wooly.rng import Generator
 from wooly.storage import ID_MASK, NO_LIMIT, Heap
 
 if TYPE_CHECKING:
-    from wooly.link import Link
+    from wooly.link import Link, Overwritten
 
 #: Size limit, in instructions, of the first program after a wait. The device is idle then, so a short program starts it sooner.
 FIRST_PROGRAM_LIMIT = 12
@@ -77,6 +77,7 @@ class Recorded(NamedTuple):
         params: values of the params.
         slot_of: slot of each buffer that the script had not freed.
         position: sequence number of its frame; 0 for the open program.
+        overwritten: host copies of what the program has overwritten.
         cuts: number of incomplete instructions that were removed so far.
     """
 
@@ -85,6 +86,7 @@ class Recorded(NamedTuple):
     params: list[float | int]
     slot_of: dict[int, int]
     position: int
+    overwritten: Overwritten
     cuts: int
 
 
@@ -258,7 +260,7 @@ class Recorder(ProgramFields):
         self._closed_at_end_form: tuple[bytes, int] | None = None
         self._kept_whole: set[bytes] = set()
         self._without_end_form = 0
-        self.early_reads = EarlyReads(self._writes_of)
+        self.early_reads = EarlyReads(self._writes_of, self._extent_of)
         self.read_early: Callable[[Recorder, int, EarlyRead], bool] | None = None
         self._early: EarlyRead | None = None
         self._limit_without_early = limit
@@ -429,17 +431,28 @@ class Recorder(ProgramFields):
         for form, slots in self.instructions_of(found.tolist()):
             yield form.writes, slots
 
-    def note_read(self, buffer: int, view: Hashable, nbytes: int, where: Origin) -> None:
+    def _extent_of(self, words: bytes, slot: int) -> int:
+        found, extent = array("I"), 0
+        found.frombytes(words)
+        for form, slots in self.instructions_of(found.tolist()):
+            if slot in slots:
+                operands = decode_form(form.raw).operands
+                ends = [o.view.end for o, s in zip(operands, slots, strict=True) if s == slot and o.view is not None]
+                extent = max([extent, *ends])
+        return extent
+
+    def note_read(self, buffer: int, view: Hashable, nbytes: int, end: int, where: Origin) -> None:
         """The script has waited for a value, behind all that was recorded.
 
         Args:
             buffer: the buffer of the value.
             view: what was read.
             nbytes: its size.
+            end: minimum size of a buffer that has the view.
             where: Python line that reads it.
         """
         if not (self.recording or self.replaced):
-            self._early = self.early_reads.read(buffer, view, nbytes, (id(where[0]), where[1]))
+            self._early = self.early_reads.read(buffer, view, nbytes, end, (id(where[0]), where[1]))
 
     def note_early_read_used(self, where: Origin) -> None:
         """The script has got a value that was read early, at this Python line. The open program was sent before."""
@@ -588,7 +601,7 @@ class Recorder(ProgramFields):
             self._frees = rest
             raise
         self._early = self.early_reads.sent(key, bind)
-        self._sent_last = Recorded(self.words, bind, self.params, self.slot_of, seq, self._cuts)
+        self._sent_last = Recorded(self.words, bind, self.params, self.slot_of, seq, link.overwritten, self._cuts)
         self._reset_program()
         if rest:
             self._frees = rest
@@ -742,7 +755,7 @@ class Recorder(ProgramFields):
         self.operations = self._operations_before_capture
         self.capture, self.recording = None, False
         if self.link is not None:
-            self.link.forget_each(self._freed)
+            self.link.end_program(self._freed)
         frees, self._frees, self._freed = self._frees, [], []
         self._reset_program()
         self._frees = frees
@@ -798,8 +811,8 @@ class Recorder(ProgramFields):
             self.flush()
 
     def _reset_program(self) -> None:
-        if self._freed and self.link is not None:
-            self.link.forget_each(self._freed)
+        if self.link is not None:
+            self.link.end_program(self._freed)
         freed = self._frees + self._freed
         if freed:
             self.heap.recycle(freed)
@@ -852,7 +865,8 @@ class Recorder(ProgramFields):
             is_last = last is not None and link is not None and link.position == last.position
             if last is not None and is_last and len(last.words) + len(self.words) <= most:
                 found.append(last)
-            found.append(Recorded(self.words, self.bind, self.params, self.slot_of, 0, self._cuts))
+            overwritten = {} if link is None else link.overwritten
+            found.append(Recorded(self.words, self.bind, self.params, self.slot_of, 0, overwritten, self._cuts))
         return found
 
     def frees(self, buffer: int) -> bool:
@@ -918,7 +932,7 @@ class Recorder(ProgramFields):
         if self.capture is not None:
             self.heap.recycle(self.end_capture().freed)
         self._sent.clear()
-        self.early_reads = EarlyReads(self._writes_of)
+        self.early_reads = EarlyReads(self._writes_of, self._extent_of)
         self._early = self._sent_last = None
         self._reset_program()
         self.link = None

@@ -241,7 +241,7 @@ class Generic:
                         link = recorder.link
                         if link is not None and link.mirroring:
                             for w in plan.written:
-                                link.forget(buffers[w])
+                                link.overwrite(buffers[w], len(recorder.origins))
                         recorder.emit(plan.form, buffers, where)
                         result = written_result(facts, args, kwargs)
                     else:

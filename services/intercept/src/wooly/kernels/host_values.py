@@ -447,12 +447,26 @@ class Value:
                 if self._link.is_early(buffer):
                     self.early.add(buffer)
                 return lambda: known
+        else:
+            overwritten = self._overwritten(buffer, key, next(step for step in written if step >= before), written)
+            if overwritten is not None:
+                return lambda: overwritten
         if writer is not None:
             program, at, _ = self._place(writer)
             rule, computed = self._values.rule(program.words[at]), self._step(writer)
             if computed is not None and rule is not None:
                 return partial(_part, computed, rule.view, key)
         return self._to_read(buffer, key) if is_current else None
+
+    def _overwritten(self, buffer: int, key: ViewKey, writer: int, written: list[int]) -> Tensor | None:
+        """A host copy of a view of a buffer as it was before the instruction `writer` wrote it; None if there was none."""
+        for first, program in zip(self._first, self._programs, strict=False):
+            kept, begin = program.overwritten.get(buffer, ({}, 0))
+            if kept and writer == next((step for step in written if step >= first + begin), None):
+                return next(
+                    (p for p in (part_of(host, whole, key) for whole, host in kept.items()) if p is not None), None
+                )
+        return None
 
     def _place(self, step: int) -> tuple[Recorded, int, int]:
         """The program of an instruction, and where its words and its params begin."""

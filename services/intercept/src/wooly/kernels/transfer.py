@@ -372,7 +372,7 @@ class Transfer:
                 refuse_partial_overlap(dst, given)
             link = recorder.link
             if link is not None and link.mirroring:
-                link.forget(buffer)
+                link.overwrite(buffer, len(recorder.origins))
             recorder.emit(form, [source, buffer], origin())
             if len(recorder.origins) >= recorder.room:
                 recorder.close_if_due(form)
@@ -474,11 +474,11 @@ class Transfer:
             buffer = at >> ID_SHIFT
             if recorder.replaced:
                 recorder.separate([buffer])
-            link.forget(buffer)
             as_param = host.numel() == 1 and not (recorder.recording or link.recording or link.hides_data)
-            if as_param and self._fill(dst, host):
+            if as_param and self._fill(dst, host, link):
                 self._keep_uploaded(link, dst, host)
                 return
+            link.forget(buffer)
             recorder.flush()
             data = bytes_of(host)
             whole = len(data) >= MIN_OFFER_BYTES and dst.untyped_storage().nbytes() == len(data)
@@ -505,7 +505,7 @@ class Transfer:
             if host.device.type == "cpu" and link.reads_into(host.untyped_storage()):
                 link.finish_reads()
 
-    def _fill(self, dst: Tensor, host: Tensor) -> bool:
+    def _fill(self, dst: Tensor, host: Tensor, link: Link) -> bool:
         """Record the upload of one element as a `fill` with this number, so that the open program does not end.
 
         Returns:
@@ -527,6 +527,7 @@ class Transfer:
             )
         if recorder.heap.dead:
             recorder.release_dead()
+        link.overwrite(at >> ID_SHIFT, len(recorder.origins))
         recorder.params.append(value)
         recorder.emit(form, [at >> ID_SHIFT], origin())
         if len(recorder.origins) >= recorder.room:
@@ -718,7 +719,7 @@ class Transfer:
                 host = tensor_on(small, dtype, shape, stride)
             where = origin()
             if nbytes <= MAX_EARLY_BYTES:
-                recorder.note_read(buffer, key, nbytes, where)
+                recorder.note_read(buffer, key, nbytes, offset + nbytes, where)
             recorder.idle()
         except BaseException:
             link.abandon(pending)
