@@ -286,6 +286,30 @@ def test_compile_before_install_does_not_affect_compile_after(cuda):
     assert torch.compile(f, fullgraph=True)(torch.ones(3, device=cuda)).tolist() == [1, 2, 3]
 
 
+def test_dynamo_without_compile_does_not_trace_facade(cuda):
+    x = torch.ones(2, device=cuda)
+    assert torch._dynamo.explain(lambda x: {"x": x + 1})(x).graph_break_count == 0
+    assert torch._dynamo.optimize("eager")(lambda x: x * 2 + 1)(x).tolist() == [3.0, 3.0]
+
+
+@pytest.mark.skipif(not hasattr(torch._dynamo.utils, "build_stream"), reason="this release does not trace streams")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compile_function_that_makes_stream_and_event_equals_eager(cuda, backend):
+    def f(x):
+        side, done = torch.cuda.Stream(device="cuda", priority=-1), torch.cuda.Event()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = x * 2
+            done.record(side)
+        torch.cuda.current_stream().wait_event(done)
+        return y + 1
+
+    compiled = torch.compile(f, backend=backend, fullgraph=True)
+    for n in (1.0, 3.0):
+        assert compiled(torch.tensor([n], device=cuda)).tolist() == [2 * n + 1]
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
 def test_compile_device_error_names_operator_and_line(cuda):
     def f(x, i):
         return x.index_select(0, i) * 2

@@ -175,7 +175,7 @@ def test_event_without_timing_or_record_raises(cuda):
 
 
 def test_torch_stream_and_event_are_those_of_cuda(cuda):
-    for stream in (torch.Stream("cuda"), torch.Stream(device="cuda:0", priority=0), torch.Stream()):
+    for stream in (torch.Stream("cuda"), torch.Stream(device="cuda:0", priority=0), torch.Stream(0), torch.Stream()):
         assert type(stream) is torch.cuda.Stream
     for event in (torch.Event("cuda"), torch.Event(enable_timing=True), torch.Event()):
         assert type(event) is torch.cuda.Event

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from wooly.device import current
 from wooly.devices import NAME
+from wooly.facade.imports import AfterImport
 from wooly.graphs import GraphFunction
 from wooly.torch_private import (
     aot_eager,
@@ -110,7 +112,6 @@ def patches() -> Iterator[tuple[Any, str, Any]]:
 
     @functools.wraps(real)
     def compile_(*args: Any, **kwargs: Any) -> Any:
-        never_trace("wooly", "wooly_bus", "wooly_wis")
         backend = kwargs.get("backend", _DEFAULT)
         if backend == _DEFAULT:
             kwargs["backend"] = BACKEND
@@ -119,3 +120,36 @@ def patches() -> Iterator[tuple[Any, str, Any]]:
         return real(*args, **kwargs)
 
     yield torch, "compile", compile_
+
+
+_replaced: list[tuple[Any, str, Any]] = []
+
+
+def activate() -> None:
+    """Change Dynamo's own modules now, or after their import. Programs also call Dynamo without `torch.compile`."""
+    _rules.activate()
+    _constructors.activate()
+
+
+def deactivate() -> None:
+    """Undo `activate`. Dynamo still does not trace Wooly's modules."""
+    _rules.deactivate()
+    _constructors.deactivate()
+    while _replaced:
+        setattr(*_replaced.pop())
+
+
+def _make_streams(utils: ModuleType) -> None:
+    """Make compiled functions call the facade's streams and events. Dynamo calls the classes in C++, which need CUDA."""
+    for name, kind in (("build_stream", "Stream"), ("build_event", "Event")):
+        if hasattr(utils, name):
+            _replaced.append((utils, name, getattr(utils, name)))
+            setattr(utils, name, functools.partial(_made, kind))
+
+
+def _made(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return getattr(torch, kind)(*args, **kwargs)
+
+
+_rules = AfterImport("torch._dynamo.trace_rules", lambda _: never_trace("wooly", "wooly_bus", "wooly_wis"))
+_constructors = AfterImport("torch._dynamo.utils", _make_streams)

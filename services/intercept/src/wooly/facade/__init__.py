@@ -152,6 +152,7 @@ class Facade:
         functional_rng.activate()
         sources.activate()
         ahead_of_time.activate()
+        dynamo.activate()
         bitsandbytes.activate()
         handover.activate()
         sharding.activate()
@@ -185,6 +186,7 @@ class Facade:
         generation.deactivate()
         sources.deactivate()
         ahead_of_time.deactivate()
+        dynamo.deactivate()
         triton_capture.deactivate()
         overrides.forget_in_device_contexts(
             [owner.__dict__.get(name) for owner, name, _ in self._undo if owner is torch]

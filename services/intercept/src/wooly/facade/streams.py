@@ -373,7 +373,7 @@ class Event(BaseEvent):
 class _GenericMeta(type):
     """Metaclass of `torch.Stream` and `torch.Event`.
 
-    A call makes Wooly's object for "cuda" and for no device, and PyTorch's object for other devices. `isinstance` and
+    A call makes Wooly's object for "cuda", an index and no device, and PyTorch's object for other devices. `isinstance` and
     `issubclass` behave as for PyTorch's class.
     """
 
@@ -383,21 +383,25 @@ class _GenericMeta(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         given = bool(args) or "device" in kwargs
         target = to_wooly(args[0] if args else kwargs.get("device"))
-        if "stream_id" in kwargs or (given and (not isinstance(target, torch.device) or target.type != NAME)):
+        if "stream_id" in kwargs or (given and not (target is None or isinstance(target, int) or _is_ours(target))):
             return cls.real(*args, **kwargs)
         kwargs.pop("device", None)
-        return cls.make(target, *args[1:], **kwargs)
+        return cls.make(target.index if isinstance(target, torch.device) else target, *args[1:], **kwargs)
 
-    def make(cls, target: torch.device | None, *args: Any, **kwargs: Any) -> Any:
+    def make(cls, index: int | None, *args: Any, **kwargs: Any) -> Any:
         if issubclass(cls.ours, BaseEvent):
             return cls.ours(*args, **kwargs)
-        return cls.ours(None if target is None else target.index, *args, **kwargs)
+        return cls.ours(index, *args, **kwargs)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, cls.real)
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         return issubclass(subclass, cls.real)
+
+
+def _is_ours(target: Any) -> bool:
+    return isinstance(target, torch.device) and target.type == NAME
 
 
 class AnyStream(metaclass=_GenericMeta):
