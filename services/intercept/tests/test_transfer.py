@@ -185,3 +185,14 @@ def test_read_that_is_abandoned_leaves_its_error_to_the_next_wait(cuda, monkeypa
     with pytest.raises(RuntimeError, match="embedding"):
         x.sum().item()
     assert x.sum().item() == -3
+
+
+def test_module_with_uninitialised_parameters_moves_converts_and_loads(cuda):
+    lazy = torch.nn.LazyLinear(4, device=cuda)
+    for moved in (lazy.half(), lazy.float().cpu(), lazy.to(cuda)):
+        assert torch.nn.parameter.is_lazy(moved.weight)
+    assert lazy.weight.device.type == "cuda"
+    for source in (torch.nn.LazyLinear(4), torch.nn.LazyLinear(4, device=cuda)):
+        lazy.load_state_dict(source.state_dict())
+        assert torch.nn.parameter.is_lazy(lazy.weight)
+    assert lazy(torch.ones(2, 3, device=cuda)).shape == (2, 4) and lazy.weight.shape == (4, 3)

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from wooly_bus.contents import MIN_OFFER_BYTES
 from wooly_bus.huge_pages import wish_for_huge_pages
 from wooly_wis.codec import MAX_DIMS
@@ -306,6 +307,9 @@ class Transfer:
             return dst
         if not isinstance(src, Tensor):  # PyTorch passes a Python number as the number
             src = host_scalar(src)
+        if is_lazy(dst) or is_lazy(src):  # parameters of lazy modules hide their shape before the first forward
+            self.copy_(dst.data, src.data)
+            return dst
         if dst.is_conj():
             self.copy_(dst.conj(), src.conj())
             return dst
