@@ -149,3 +149,18 @@ def test_load_of_missing_or_broken_file_raises_error_of_pytorch(cuda, tmp_path):
     (tmp_path / "broken.pt").write_bytes(b"PK\x03\x04 but not an archive")
     with pytest.raises(RuntimeError, match="archive"):
         torch.jit.load(str(tmp_path / "broken.pt"))
+
+
+def test_script_and_trace_under_older_executor_equal_eager(cuda):
+    def f(x):
+        return torch.sigmoid(x) * x.tanh()
+
+    x = torch.ones(2, 3, device=cuda)
+    before = torch._C._jit_set_profiling_executor(False)
+    try:
+        for compiled in (torch.jit.script(f), torch.jit.trace(f, x)):
+            for _ in range(3):
+                assert torch.equal(compiled(x), f(x))
+        assert torch._C._jit_set_profiling_executor(False) is False
+    finally:
+        assert torch._C._jit_set_profiling_executor(before) is False

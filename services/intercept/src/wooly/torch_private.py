@@ -942,6 +942,23 @@ def forget_in_torchscript(functions: Iterable[Any]) -> None:
         builtins.pop(id(function), None)
 
 
+def torchscript_executor_patches() -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patch (owner, name, value) that keeps TorchScript's executor when a program asks for the older one.
+
+    Libraries for speech and large models switch to the older executor. Its fuser ends with "Unknown device for graph fuser" for
+    devices that it does not know, and cannot be switched off. The executors have the same results.
+    """
+    real: Any = torch._C._jit_set_profiling_executor
+    said = real(True)
+
+    def set_profiling_executor(profiling: bool) -> bool:
+        nonlocal said
+        before, said = said, profiling
+        return bool(before)
+
+    yield torch._C, "_jit_set_profiling_executor", set_profiling_executor
+
+
 def in_trace() -> bool:
     """Whether `torch.jit.trace` records the calls of this thread."""
     return torch._C._get_tracing_state() is not None

@@ -20,12 +20,13 @@ import torch
 
 from wooly.devices import NAME
 from wooly.facade.names import CUDA, to_wooly
+from wooly.torch_private import torchscript_executor_patches
 
 Patch = tuple[Any, str, Any]
 
 
 def patches() -> Iterator[Patch]:
-    """Yield the patches (owner, name, value) for saving and loading modules of TorchScript."""
+    """Yield the patches (owner, name, value) for saving, loading and running modules of TorchScript."""
     torchscript: Any = torch.jit  # PyTorch does not annotate it
     module = torchscript.RecursiveScriptModule
     real_save, real_to_buffer, real_load = module.save, module.save_to_buffer, torchscript.load
@@ -54,6 +55,7 @@ def patches() -> Iterator[Patch]:
         yield (owner, "save", save)
         yield (owner, "save_to_buffer", save_to_buffer)
     yield (torch.jit, "load", load)
+    yield from torchscript_executor_patches()
 
 
 def rename_devices(archive: bytes, old: str, new: str) -> bytes:
