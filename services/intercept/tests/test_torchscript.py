@@ -164,3 +164,34 @@ def test_script_and_trace_under_older_executor_equal_eager(cuda):
         assert torch._C._jit_set_profiling_executor(False) is False
     finally:
         assert torch._C._jit_set_profiling_executor(before) is False
+
+
+def masked(x):
+    y = x.abs()
+    y[y < 0.3] = 0.3
+    return y
+
+
+def set_rows(x):
+    y = x.clone()
+    y[:, 0], y[1] = 1.0, x[0]
+    return y
+
+
+@pytest.mark.parametrize("f", [masked, set_rows])
+def test_trace_of_assignments_to_parts_equals_eager_for_other_values(cuda, f):
+    traced = torch.jit.trace(f, torch.rand(3, 8, device=cuda))
+    x = torch.rand(3, 8, device=cuda)
+    assert torch.equal(traced(x), f(x))
+    assert "prim::NumToTensor" not in str(torch.jit.trace(masked, x).graph)  # no kernel's use of a size is in the graph
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    "make", [nn.LSTMCell, nn.GRUCell, nn.RNNCell, lambda *sizes: nn.RNNCell(*sizes, nonlinearity="relu")]
+)
+def test_trace_of_cell_equals_eager_for_other_values(cuda, make, grad):
+    cell = make(8, 4).requires_grad_(grad).to(cuda)
+    x = torch.rand(3, 8, device=cuda)
+    traced = torch.jit.trace(cell, torch.rand(3, 8, device=cuda))
+    torch.testing.assert_close(traced(x), cell(x))

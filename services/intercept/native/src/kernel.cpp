@@ -285,13 +285,14 @@ class WholeKernel final : public c10::OperatorKernel {
   }
 
  private:
-  // Whether a mode of PyTorch (`torch_dispatch`) or a function transform (`torch.func`) looks at the call.
+  // Whether a mode of PyTorch (`torch_dispatch`), a function transform (`torch.func`) or a trace (`torch.jit.trace`) looks at the
+  // call.
   static bool is_observed() {
     using c10::DispatchKey;
     using c10::impl::tls_is_dispatch_key_included;
     return tls_is_dispatch_key_included(DispatchKey::Python) ||
            tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerFrontMode) ||
-           tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerBackMode);
+           tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerBackMode) || torch::jit::tracer::isTracing();
   }
 
   static bool suits(const at::Tensor& t) {

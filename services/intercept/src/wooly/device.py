@@ -46,6 +46,7 @@ from wooly.kernels.quantised.registration import register_quantised
 from wooly.kernels.schema import OpFacts
 from wooly.kernels.sparse.calls import SparseCalls
 from wooly.kernels.sparse.registration import register_sparse
+from wooly.kernels.tracing import Untraced
 from wooly.kernels.transfer import Transfer
 from wooly.kernels.whole import WHOLE, Whole
 from wooly.origins import set_library_roots
@@ -146,7 +147,7 @@ class RegisteredDevice:
             self._register_kernels()
 
     def _register_kernels(self) -> None:
-        library = torch.library.Library("aten", "IMPL")
+        library = Untraced("aten", "IMPL")  # type: ignore[no-untyped-call]
         self._libraries.append(library)
         own = self._own_kernels()
         for name, kernel in own.items():

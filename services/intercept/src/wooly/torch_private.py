@@ -959,9 +959,27 @@ def torchscript_executor_patches() -> Iterator[tuple[Any, str, Any]]:
     yield torch._C, "_jit_set_profiling_executor", set_profiling_executor
 
 
+#: The trace of this thread that `torch.jit.trace` records, or None.
+trace: Callable[[], Any] = torch._C._get_tracing_state
+
+
 def in_trace() -> bool:
     """Whether `torch.jit.trace` records the calls of this thread."""
-    return torch._C._get_tracing_state() is not None
+    return trace() is not None
+
+
+@contextlib.contextmanager
+def suspended_trace() -> Iterator[None]:
+    """Suspend the trace of this thread. PyTorch may have excluded the key that records it; then only the key can be set back."""
+    native: Any = torch._C  # its stub is not complete
+    recording = trace()
+    excluded = native._dispatch_tls_local_exclude_set().remove(native._parse_dispatch_key("Tracer"))
+    with native._ForceDispatchKeyGuard(native._dispatch_tls_local_include_set(), excluded):
+        native._set_tracing_state(None)
+        try:
+            yield
+        finally:
+            native._set_tracing_state(recording)
 
 
 @cache

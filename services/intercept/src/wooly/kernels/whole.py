@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wooly.kernels import cells
 from wooly.kernels.generic import Generic
 from wooly.kernels.schema import host_tensor_at
 from wooly.torch_private import (
     OpOverload,
     dispatch_modes,
     for_each_of_batch,
+    in_trace,
     in_transform,
     schema_of,
 )
@@ -79,7 +81,10 @@ class Whole:
         )
 
     def decompose(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the operator in PyTorch's decomposition."""
+        """Call the operators into which this operator decomposes."""
+        composed = cells.COMPOSED.get(self._op)
+        if composed is not None:
+            return composed(*args, **kwargs)
         at = self._host_at
         if at is not None and not isinstance(args[at], Tensor):
             args = (*args[:at], torch.tensor(args[at]), *args[at + 1 :])
@@ -89,7 +94,7 @@ class Whole:
         """Call the operator, with gradients if a tensor requires them."""
         leaves, spec = _flatten(args, kwargs)
         tensors = [a for a in leaves if isinstance(a, Tensor)]
-        if in_transform() or any(map(is_traced, tensors)):
+        if in_transform() or in_trace() or any(map(is_traced, tensors)):
             return self.decompose(*args, **kwargs)
         at = self._host_at
         if at is not None:  # lengths in a host tensor become constants of the form
