@@ -292,6 +292,17 @@ def test_dynamo_without_compile_does_not_trace_facade(cuda):
     assert torch._dynamo.optimize("eager")(lambda x: x * 2 + 1)(x).tolist() == [3.0, 3.0]
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile_methods_of_tensors_under_default_device_have_no_graph_break(cuda, backend):
+    def f(x):
+        return x.new_zeros(2) + x.new_full((2,), 2.0) + x.to("cuda") + x.cuda() + x.new_ones(2, dtype=torch.float64)
+
+    x = torch.ones(2, device=cuda)
+    with torch.device("cuda"):
+        y = torch.compile(f, backend=backend, fullgraph=True)(x)
+    assert y.tolist() == [5.0, 5.0] and y.device.type == "cuda"
+
+
 @pytest.mark.skipif(not hasattr(torch._dynamo.utils, "build_stream"), reason="this release does not trace streams")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_compile_function_that_makes_stream_and_event_equals_eager(cuda, backend):

@@ -165,3 +165,11 @@ def test_safetensors_detects_shared_memory(tmp_path, cuda):
         tied["a"].weight.zero_()
     assert load_model(tied, tmp_path / "m.safetensors", device="cuda") == (set(), [])
     assert torch.equal(tied["b"].weight, before)
+
+
+def test_pickle_and_copies_to_device_under_default_device(sample):
+    with torch.device("cuda"):
+        for loaded in (pickle.loads(pickle.dumps(sample)), copy.deepcopy(sample)):  # noqa: S301
+            assert loaded["host"].device.type == "cpu"
+            assert torch.equal(loaded["weight"], sample["weight"])
+            assert loaded["turned"].tolist() == sample["turned"].tolist()

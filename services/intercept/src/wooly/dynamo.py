@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
+from inspect import unwrap
+from types import FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
 import torch
@@ -139,6 +140,21 @@ def deactivate() -> None:
         setattr(*_replaced.pop())
 
 
+def _set_rules(rules: ModuleType) -> None:
+    """Let Dynamo trace the facade's methods of tensors as PyTorch's own, and no other function of Wooly."""
+    never_trace("wooly", "wooly_bus", "wooly_wis")
+    real = rules.get_tensor_method.__wrapped__
+
+    @functools.cache
+    def get_tensor_method() -> frozenset[Any]:
+        methods = [getattr(Tensor, name) for name in dir(Tensor)]
+        pairs = [(m, unwrap(m)) for m in methods if isinstance(m, FunctionType)]
+        return real().union(*[pair for pair in pairs if isinstance(pair[1], MethodDescriptorType)])  # type: ignore[no-any-return]
+
+    _replaced.append((rules, "get_tensor_method", rules.get_tensor_method))
+    rules.get_tensor_method = get_tensor_method  # type: ignore[attr-defined]
+
+
 def _make_streams(utils: ModuleType) -> None:
     """Make compiled functions call the facade's streams and events. Dynamo calls the classes in C++, which need CUDA."""
     for name, kind in (("build_stream", "Stream"), ("build_event", "Event")):
@@ -151,5 +167,5 @@ def _made(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return getattr(torch, kind)(*args, **kwargs)
 
 
-_rules = AfterImport("torch._dynamo.trace_rules", lambda _: never_trace("wooly", "wooly_bus", "wooly_wis"))
+_rules = AfterImport("torch._dynamo.trace_rules", _set_rules)
 _constructors = AfterImport("torch._dynamo.utils", _make_streams)

@@ -119,7 +119,7 @@ class ClientCarrier:
 
     def _all_to_all(self, work: Work, reads: list[Tensor], results: list[Tensor]) -> None:
         gets, gives = [t.numel() for t in results], [t.numel() for t in reads]
-        found = torch.empty(sum(gets), dtype=results[0].dtype)
+        found = torch.empty(sum(gets), dtype=results[0].dtype, device="cpu")
         self._gloo.alltoall_base(found, torch.cat(reads), gets, gives).wait()
         for result, part in zip(results, found.split(gets), strict=True):
             result.copy_(part)

@@ -94,7 +94,7 @@ class Training(Kind):
             touch(tensors[k])
         needed = sorted({key[1] for p in self.backward_programs.values() for _, key in p.outside if key[0] == "in"})
         outs = sorted({key[1] for p in self.backward_programs.values() for _, key in p.outside if key[0] == "out"})
-        carrier = torch.empty(0)
+        carrier = torch.empty(0, device="cpu")
         carrier.lease = lease  # type: ignore[attr-defined]  # the buffers live as long as autograd keeps the saved tensors
         ctx.graph = None
         ctx.saved = (needed, outs, list(program.wanted))

@@ -323,7 +323,7 @@ def attention(
     if _learn_fused is not None and choice == _FLASH and as_library and not traced:
         _learn_fused(_ATTENTION)
     if attn_mask is not None and attn_mask.dtype is torch.bool:
-        attn_mask = torch.where(attn_mask, torch.zeros((), dtype=query.dtype), -torch.inf)
+        attn_mask = torch.where(attn_mask, torch.zeros((), dtype=query.dtype, device="cpu"), -torch.inf)
     if choice == _MATH:
         return _math(  # type: ignore[no-any-return]
             query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
@@ -408,4 +408,4 @@ def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
 
 def _like(t: Tensor, grad: bool) -> Tensor:
     """A host tensor with the same dtype, shape and strides. Its memory is never read or written."""
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).requires_grad_(grad)
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu").requires_grad_(grad)

@@ -153,7 +153,7 @@ def _resized(out: Tensor, result: Tensor, *, warn: bool = True, laid_out: bool =
 
 def _scalar_type(t: Tensor) -> str:
     """ATen's name of a tensor's dtype, such as ``Float``."""
-    return torch.empty(0, dtype=t.dtype).type().removeprefix("torch.").removesuffix("Tensor")
+    return torch.empty(0, dtype=t.dtype, device="cpu").type().removeprefix("torch.").removesuffix("Tensor")
 
 
 def histc(record: Kernel) -> Kernel:

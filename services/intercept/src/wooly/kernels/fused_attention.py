@@ -58,7 +58,7 @@ class _Call(NamedTuple):
         if not causal or length == keys:
             return cls(query, key, value, None, dropout, causal, scale)
         seen = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril(keys - length)
-        bias = torch.where(seen, torch.zeros((), dtype=query.dtype), -math.inf)
+        bias = torch.where(seen, torch.zeros((), dtype=query.dtype, device="cpu"), -math.inf)
         return cls(query, key, value, bias.expand(1, 1, length, keys), dropout, False, scale, aligned=True)
 
     @property
@@ -342,7 +342,7 @@ def _unpadded(padded: Tensor, sizes: Tensor) -> Tensor:
 def _sizes(t: Tensor) -> Tensor:
     if t.is_nested:
         return aten._nested_tensor_size(t)  # type: ignore[no-any-return]
-    return torch.tensor([t.shape[1:]]).expand(t.size(0), 3).contiguous()
+    return torch.tensor([t.shape[1:]], device="cpu").expand(t.size(0), 3).contiguous()
 
 
 class NestedAttention:
@@ -384,8 +384,8 @@ class NestedAttention:
             padded.append(_Padded(dense.expand(batch, heads, *dense.shape[2:]), own, size, t.is_nested))
         q, k, v = [p.dense for p in padded]
         lengths = padded[1].sizes[:, 1].expand(batch)
-        hidden = torch.arange(k.size(2)) >= lengths[:, None]
-        bias = torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf).to(q.device)
+        hidden = torch.arange(k.size(2), device="cpu") >= lengths[:, None]
+        bias = torch.zeros(hidden.shape, device="cpu").masked_fill_(hidden, -math.inf).to(q.device)
         return _Call(q, k, v, bias[:, None, None].expand(*q.shape[:3], k.size(2)), dropout, False, scale), padded
 
     @staticmethod

@@ -385,7 +385,7 @@ def _has_loose_strides(facts: OpFacts, call: Call) -> bool:
 def call_operator(facts: OpFacts, args: list[Any], kwargs: dict[str, Any], where: str) -> Any:
     """Call the operator. If it refuses Python numbers in place of tensors, convert the numbers to tensors and call again."""
     if facts.host_at is not None:
-        args[facts.host_at] = torch.tensor(args[facts.host_at])
+        args[facts.host_at] = torch.tensor(args[facts.host_at], device="cpu")
     like = next((a for a in args if isinstance(a, Tensor)), None)
     numbers = [i for i, a in enumerate(args) if isinstance(a, (bool, int, float, complex)) and facts.wants_tensor[i]]
     try:
@@ -394,7 +394,7 @@ def call_operator(facts: OpFacts, args: list[Any], kwargs: dict[str, Any], where
         if not numbers or like is None or "with a bool tensor" in str(e):  # a number is no bool after the conversion
             raise
     for i in numbers:
-        dtype = torch.result_type(torch.empty((0,) * min(1, like.dim()), dtype=like.dtype), args[i])
+        dtype = torch.result_type(torch.empty((0,) * min(1, like.dim()), dtype=like.dtype, device="cpu"), args[i])
         args[i] = torch.tensor(args[i], dtype=dtype, device=where)
     return facts.op(*args, **kwargs)
 

@@ -174,7 +174,9 @@ def _is_row_per_part(nested: Tensor, dense: Tensor) -> bool:
     sizes = aten._nested_tensor_size(nested)
     if nested.dim() not in (2, 3) or dense.dim() != nested.dim() or dense.device != nested.device:
         return False
-    return [*dense.shape[:2]] == [nested.size(0), 1] and bool((sizes[:, 1:] == torch.tensor(dense.shape[2:])).all())
+    return [*dense.shape[:2]] == [nested.size(0), 1] and bool(
+        (sizes[:, 1:] == torch.tensor(dense.shape[2:], device="cpu")).all()
+    )
 
 
 def _repeated(nested: Tensor, rows: Tensor) -> Tensor:
@@ -187,7 +189,7 @@ def _repeated(nested: Tensor, rows: Tensor) -> Tensor:
 
 def _number(value: Any, other: Tensor) -> Tensor:
     """A number as a host tensor that leaves the dtype of the result as it is for a number, and loses no precision."""
-    dtype = torch.result_type(torch.empty(1, dtype=other.dtype), value)
+    dtype = torch.result_type(torch.empty(1, dtype=other.dtype, device="cpu"), value)
     if dtype == other.dtype and dtype.is_floating_point:
         dtype = torch.float64
     return torch.scalar_tensor(value, dtype=dtype)
@@ -282,7 +284,7 @@ def _transform_bias_rescale_qkv(qkv: Tensor, qkv_bias: Tensor, num_heads: int) -
         biased = qkv + qkv_bias
     width = biased.size(2) // (3 * num_heads)
     q, k, v = biased.unflatten(2, (3, num_heads, width)).permute(2, 0, 3, 1, 4).unbind()
-    scale = 1.0 / torch.tensor(float(width), dtype=qkv.dtype).sqrt().item()
+    scale = 1.0 / torch.tensor(float(width), dtype=qkv.dtype, device="cpu").sqrt().item()
     return (q * scale).contiguous(), k.contiguous(), v.contiguous()
 
 

@@ -51,7 +51,7 @@ def bytes_of(t: Tensor) -> memoryview:
     n = t.numel() * t.element_size()
     if not n:
         return memoryview(b"")
-    flat = torch.empty(0, dtype=torch.uint8).set_(
+    flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(
         t.untyped_storage(), t.storage_offset() * t.element_size(), (n,), (1,)
     )
     return flat.numpy().data
@@ -86,7 +86,7 @@ def _host_memory(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
     if 0 < nbytes <= MAX_EARLY_BYTES and dtype in REAL:
         memory = bytearray(nbytes)
         return tensor_on(memory, dtype, shape, stride), memoryview(memory)
-    host = torch.empty_strided(shape, stride, dtype=dtype)
+    host = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
     return host, bytes_of(host)
 
 
@@ -468,7 +468,7 @@ class Transfer:
             self._copy(dst, staging)
             return
         if host.dtype is not dst.dtype or host.shape != dst.shape or host.stride() != dst.stride():
-            laid = torch.empty_strided(dst.shape, dst.stride(), dtype=dst.dtype)
+            laid = torch.empty_strided(dst.shape, dst.stride(), dtype=dst.dtype, device="cpu")
             host = laid.copy_(host)
         at = address_of(dst)
         recorder = self._recorder_at(at)
@@ -710,7 +710,7 @@ class Transfer:
         recorder.flush()
         if not nbytes:
             recorder.idle()
-            return torch.empty_strided(shape, stride, dtype=dtype)
+            return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
         host: Tensor | None = None
         small = bytearray(nbytes) if nbytes <= MAX_EARLY_BYTES and dtype in REAL else None
         if small is None:

@@ -104,14 +104,14 @@ class Trials:
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_of(call)}
         if sum(storages.values()) > _SHARED_LIMIT:
             return
-        host = {at: torch.zeros(n, dtype=torch.uint8).untyped_storage() for at, n in storages.items()}
+        host = {at: torch.zeros(n, dtype=torch.uint8, device="cpu").untyped_storage() for at, n in storages.items()}
 
         def twin(a: Any) -> Any:
             if isinstance(a, Tensor):
                 if raw_device(a).type != "wooly":
                     return a
                 there = host[a.untyped_storage().data_ptr()]
-                return torch.empty(0, dtype=a.dtype).set_(there, a.storage_offset(), a.shape, a.stride())
+                return torch.empty(0, dtype=a.dtype, device="cpu").set_(there, a.storage_offset(), a.shape, a.stride())
             return [twin(x) for x in a] if isinstance(a, (list, tuple)) else a
 
         self._counts.trials += 1
@@ -156,8 +156,8 @@ def stand_in(a: Any, limit: int | None = None) -> Any:
         if raw_device(a).type != "wooly":
             return a
         if limit is not None:
-            return torch.zeros([min(n, limit) for n in a.shape], dtype=a.dtype)
-        return seen_as(a, torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).zero_())
+            return torch.zeros([min(n, limit) for n in a.shape], dtype=a.dtype, device="cpu")
+        return seen_as(a, torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="cpu").zero_())
     if isinstance(a, (list, tuple)):
         return [stand_in(x, limit) for x in a]
     return torch.device("cpu") if isinstance(a, torch.device) else a

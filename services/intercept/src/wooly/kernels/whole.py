@@ -87,7 +87,7 @@ class Whole:
             return composed(*args, **kwargs)
         at = self._host_at
         if at is not None and not isinstance(args[at], Tensor):
-            args = (*args[:at], torch.tensor(args[at]), *args[at + 1 :])
+            args = (*args[:at], torch.tensor(args[at], device="cpu"), *args[at + 1 :])
         return self._op.decompose(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

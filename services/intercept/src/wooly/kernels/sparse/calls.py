@@ -334,7 +334,7 @@ def _written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
 
 
 def _name(dtype: torch.dtype) -> str:
-    return torch.empty(0, dtype=dtype).type().removeprefix("torch.").removesuffix("Tensor")
+    return torch.empty(0, dtype=dtype, device="cpu").type().removeprefix("torch.").removesuffix("Tensor")
 
 
 def unsupported(op: OpOverload, why: str = "") -> NotImplementedError:
