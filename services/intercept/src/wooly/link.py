@@ -969,10 +969,8 @@ class Link:
         """The open program was sent or dropped. Drop cached copies of what it freed, and of what it wrote before the write."""
         if self.overwritten:
             self.overwritten = {}
-        mirrors = self._mirrors
-        for buffer in freed:
-            if buffer in mirrors:
-                self.forget(buffer)
+        for buffer in self._mirrors.keys() & freed:
+            self.forget(buffer)
 
     # -- life --------------------------------------------------------------------------------------------------------
 
