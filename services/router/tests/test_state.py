@@ -11,15 +11,19 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Engine, create_engine, event, inspect, text
-from sqlalchemy.exc import StatementError
+from sqlalchemy.exc import IntegrityError, StatementError
+from wooly_router.app import first_token
+from wooly_router.core.cluster import ClusterConfig
 from wooly_router.core.placement import Claim, DeviceRequest
+from wooly_router.settings import RouterSettings
 from wooly_router.state.brought import BroughtStore
 from wooly_router.state.config import AuditLog, AuditRecord, ConfigStore
 from wooly_router.state.database import Database, migrate, revert
 from wooly_router.state.nodes import GpuRecord, GroupRecord, NodeRecord, NodeStore, Sample
 from wooly_router.state.tables import Base
 from wooly_router.state.tasks import Lease, PartRecord, TaskFilter, TaskRecord, TaskStore
-from wooly_router.state.tenants import TenantChange, TenantRecord, TenantStore, hash_of
+from wooly_router.state.tenants import TenantChange, TenantRecord, TenantStore, hash_of, new_token
+from wooly_router.state.world import World
 
 BIG = (1 << 63) - 1
 
@@ -457,6 +461,63 @@ async def test_glance_returns_live_and_new_tasks(tasks):
 
 
 # -- tenants, config, audit ------------------------------------------------------------------------------------------
+
+
+async def test_tenant_that_many_add_at_the_same_time_is_added_once(database):
+    store = TenantStore(database)
+    for name in "abcde":
+        added = await asyncio.gather(*(store.add(TenantRecord(name, float(k))) for k in range(4)))
+        assert sorted(added) == [False, False, False, True]
+    assert [t.name for t in await store.all()] == list("abcde")
+
+
+async def test_group_that_many_put_at_the_same_time_is_new_once(database):
+    store = NodeStore(database)
+    for name in "abcde":
+        groups = [GroupRecord(name, str(k), float(k), ("n" + name,)) for k in range(4)]
+        assert sorted(await asyncio.gather(*map(store.put_group, groups))) == [False, False, False, True]
+    assert [g.nodes for g in await store.groups()] == [("n" + name,) for name in "abcde"]
+
+
+async def test_tenant_whose_tokens_cannot_be_added_is_not_added(database):
+    """A router that ends between the two would leave a controller that nobody can enter."""
+    store = TenantStore(database)
+    token, _ = new_token("x", "first", "admin", 1.0)
+    with pytest.raises(OSError, match="no place"):
+        await store.add(TenantRecord("x", 1.0), [(token, "secret")], before=refuse)
+    assert await store.all() == []
+    assert await store.add(TenantRecord("x", 1.0), [(token, "secret")])
+    assert await store.by_hash(hash_of("secret")) == (token, TenantRecord("x", 1.0))
+    with pytest.raises(IntegrityError):
+        await store.add(TenantRecord("y", 1.0), [(new_token("y", "first", "admin", 1.0)[0], "secret")])
+    assert [t.name for t in await store.all()] == ["x"]
+
+
+def refuse():
+    raise OSError("no place")
+
+
+async def test_first_token_of_routers_that_start_together_is_made_once(database, tmp_path):
+    world = World(database, ClusterConfig())
+    folders = [tmp_path / str(k) for k in range(4)]
+    for folder in folders:
+        folder.mkdir()
+    given = [RouterSettings(state_dir=folder, auth="tokens") for folder in folders]
+    await asyncio.gather(*(first_token(settings, world, 1.0) for settings in given))
+    (written,) = [f / "admin.token" for f in folders if (f / "admin.token").exists()]
+    found, tenant = await world.tenants.by_hash(hash_of(written.read_text()))
+    assert (found.role, tenant.name) == ("admin", "admin") and await world.tenants.tokens("admin") == [found]
+
+
+async def test_first_token_whose_file_cannot_be_written_is_made_at_the_next_start(database, tmp_path):
+    world, settings = World(database, ClusterConfig()), RouterSettings(state_dir=tmp_path, auth="tokens")
+    place = tmp_path / "admin.token"
+    place.mkdir()
+    with pytest.raises(IsADirectoryError):
+        await first_token(settings, world, 1.0)
+    place.rmdir()
+    await first_token(settings, world, 2.0)
+    assert (await world.tenants.by_hash(hash_of(place.read_text())))[0].created_at == 2.0
 
 
 async def test_token_is_found_by_hash_and_secret_is_not_stored(database, stored_url):

@@ -29,7 +29,7 @@ from wooly_router.gate import Gate
 from wooly_router.jobs import JobActor
 from wooly_router.settings import RouterSettings
 from wooly_router.state.database import DATABASE_AWAY, DATABASE_AWAY_TEXT, UNREACHABLE, Database, migrate
-from wooly_router.state.tenants import TenantRecord
+from wooly_router.state.tenants import TenantRecord, new_token
 from wooly_router.state.world import World
 from wooly_router.tasks import TaskActor
 from wooly_router.traces import TraceActor
@@ -124,23 +124,27 @@ def _first_tenant(now: float) -> TenantRecord:
 async def first_token(settings: RouterSettings, world: World, now: float) -> None:
     """Make the first administrator's token, if tokens are required and no tenant exists.
 
-    It is the configured token, or a random token in a file that only our user can read.
+    It is the configured token, or a random token in a file that only our user can read. Tenant, tokens and file are made in
+    one transaction: if the router is killed meanwhile, its next start makes them.
     """
     if settings.auth != "tokens" or settings.owner_token is not None or await world.tenants.all():
         return
-    if not await world.tenants.add(_first_tenant(now)):
-        return  # another router made the tenant
+    tokens = []
     if settings.operator_token is not None:
-        given = settings.operator_token.get_secret_value()
-        await world.tenants.add_token("admin", "operator", "operator", now, secret=given)
-    if settings.admin_token is not None:
-        await world.tenants.add_token("admin", "first", "admin", now, secret=settings.admin_token.get_secret_value())
-        return
-    _, secret = await world.tenants.add_token("admin", "first", "admin", now)
+        operator, _ = new_token("admin", "operator", "operator", now)
+        tokens.append((operator, settings.operator_token.get_secret_value()))
+    first, secret = new_token("admin", "first", "admin", now)
+    given = settings.admin_token
+    tokens.append((first, secret if given is None else given.get_secret_value()))
     path = settings.state_dir / "admin.token"
-    path.touch(mode=0o600)
-    path.write_text(secret)
-    log.info("the first administrator's token is in %s", path)
+
+    def keep() -> None:
+        if given is None:
+            path.touch(mode=0o600)
+            path.write_text(secret)
+
+    if await world.tenants.add(_first_tenant(now), tokens, before=keep) and given is None:
+        log.info("the first administrator's token is in %s", path)
 
 
 @supervised("router", (BusError, ChannelError, ValidationError, SQLAlchemyError, OSError))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from sqlalchemy import BigInteger, cast, delete, func, literal, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from wooly_router.state.database import Database
+from wooly_router.state.database import Database, insert_of
 from wooly_router.state.tables import GpuRow, GroupRow, MemberRow, NodeRow, SampleRow
 
 Wish = Literal["active", "cordoned", "draining"]
@@ -152,15 +152,17 @@ class NodeStore:
     async def put_group(self, group: GroupRecord) -> bool:
         """Create or replace a group. Returns True if the group is new."""
         async with self.database.writing() as s:
-            row = await s.get(GroupRow, group.name)
-            if row is None:
-                s.add(GroupRow(name=group.name, description=group.description, created_at=group.created_at))
-            else:
-                row.description = group.description
-            await s.flush()
+            new = insert_of(s, GroupRow).values(
+                name=group.name, description=group.description, created_at=group.created_at
+            )
+            found = await s.execute(new.on_conflict_do_nothing().returning(GroupRow.name))
+            is_new = found.first() is not None
+            if not is_new:  # lock the row: writers of one group take turns
+                changed = update(GroupRow).where(GroupRow.name == group.name)
+                await s.execute(changed.values(description=group.description))
             await s.execute(delete(MemberRow).where(MemberRow.group_name == group.name))
             s.add_all([MemberRow(group_name=group.name, node_id=n) for n in sorted(set(group.nodes))])
-            return row is None
+            return is_new
 
     async def remove_group(self, name: str) -> bool:
         """Delete a group. Nodes without another group return to the common pool. Returns False if the group does not exist."""

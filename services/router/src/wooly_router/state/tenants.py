@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from sqlalchemy import select, update
 
-from wooly_router.state.database import Database
+from wooly_router.state.database import Database, insert_of
 from wooly_router.state.tables import TenantRow, TokenRow
 
 Role = Literal["admin", "operator", "user"]
@@ -72,18 +73,50 @@ def hash_of(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
+def new_token(
+    tenant: str,
+    name: str,
+    role: Role,
+    now: float,
+    scopes: tuple[str, ...] = (),
+    expires_at: float | None = None,
+) -> tuple[TokenRecord, str]:
+    """Make a token that is not stored yet; returns the token and a random secret for it."""
+    secret = SECRET_PREFIX + secrets.token_urlsafe(32)
+    return TokenRecord(secrets.token_hex(8), tenant, name, role, now, scopes, expires_at), secret
+
+
 class TenantStore:
     """All tenants and tokens."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
 
-    async def add(self, tenant: TenantRecord) -> bool:
-        """Add a tenant. Returns False if the name is in use."""
+    async def add(
+        self,
+        tenant: TenantRecord,
+        tokens: Iterable[tuple[TokenRecord, str]] = (),
+        *,
+        before: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Add a tenant with its first tokens, in one transaction. Several routers may do this at the same time.
+
+        Args:
+            tenant: the tenant.
+            tokens: its tokens, each with its secret.
+            before: called before the transaction is committed. If it raises, nothing is added.
+
+        Returns:
+            False if the name is in use; nothing is added then.
+        """
+        columns = {f: getattr(tenant, f) for f in TenantRecord.__slots__}
         async with self.database.writing() as s:
-            if await s.get(TenantRow, tenant.name) is not None:
+            new = insert_of(s, TenantRow).values(columns).on_conflict_do_nothing().returning(TenantRow.name)
+            if (await s.execute(new)).first() is None:
                 return False
-            s.add(TenantRow(**{f: getattr(tenant, f) for f in TenantRecord.__slots__}))
+            s.add_all([_token_row(token, secret) for token, secret in tokens])
+            await s.flush()
+            before()
             return True
 
     async def all(self) -> list[TenantRecord]:
@@ -134,11 +167,10 @@ class TenantStore:
         secret: str = "",
     ) -> tuple[TokenRecord, str]:
         """Add a token to an existing tenant; returns the token and its secret: `secret`, or a random one if it is empty."""
-        secret = secret or SECRET_PREFIX + secrets.token_urlsafe(32)
-        token = TokenRecord(secrets.token_hex(8), tenant, name, role, now, scopes, expires_at)
-        columns = {f: getattr(token, f) for f in TokenRecord.__slots__} | {"scopes": list(scopes)}
+        token, random = new_token(tenant, name, role, now, scopes, expires_at)
+        secret = secret or random
         async with self.database.writing() as s:
-            s.add(TokenRow(secret_hash=hash_of(secret), **columns))
+            s.add(_token_row(token, secret))
         return token, secret
 
     async def tokens(self, tenant: str) -> list[TokenRecord]:
@@ -166,6 +198,11 @@ class TenantStore:
 
 def _tenant(row: TenantRow) -> TenantRecord:
     return TenantRecord(**{f: getattr(row, f) for f in TenantRecord.__slots__})
+
+
+def _token_row(token: TokenRecord, secret: str) -> TokenRow:
+    columns = {f: getattr(token, f) for f in TokenRecord.__slots__} | {"scopes": list(token.scopes)}
+    return TokenRow(secret_hash=hash_of(secret), **columns)
 
 
 def _token(row: TokenRow) -> TokenRecord:
