@@ -19,6 +19,7 @@ from wooly_wis.program import Form, Symbol
 from wooly_executor.runtime.buffers import bytes_of
 from wooly_executor.runtime.calls import LibraryCall
 from wooly_executor.runtime.complex_qr import complex_qr
+from wooly_executor.runtime.dilated_convolution import dilated_convolution
 from wooly_executor.runtime.fresh_memory import on_zeros
 from wooly_executor.runtime.lu import lu_of_batch
 from wooly_executor.runtime.ordered_sums import ordered_sum
@@ -105,7 +106,7 @@ class TorchDevice:
         instead = unpivoted(call)
         if instead is None and self.host:
             instead = split_product(form, call.op)
-            for rule in (lu_of_batch, ordered_sum, complex_qr):
+            for rule in (lu_of_batch, ordered_sum, complex_qr, dilated_convolution):
                 instead = instead or rule(call, form)
         return call if instead is None else replace(call, instead=instead)
 

@@ -1,0 +1,50 @@
+"""Gradients of dilated convolutions in bfloat16 on a CPU: the library's gradient of the weight is wrong for channels-last memory.
+
+oneDNN then returns numbers that depend on memory which the operator never wrote, often NaN, with any number of threads. The
+gradients of the input and of the bias are right, and so is the gradient of the weight if both tensors are contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from wooly_wis.program import Form
+
+from wooly_executor.runtime.calls import LibraryCall, function_of
+
+
+def dilated_convolution(call: LibraryCall, form: Form) -> Callable[..., Any] | None:
+    """Return a function that takes an operator's place; None: the operator is not the gradient of a convolution."""
+    if str(call.op) != "aten.convolution_backward.default":
+        return None
+    function = function_of(call.op)
+
+    def backward(
+        grad_output: Tensor,
+        input: Tensor,
+        weight: Tensor,
+        bias_sizes: list[int] | None,
+        stride: list[int],
+        padding: list[int],
+        dilation: list[int],
+        transposed: bool,
+        output_padding: list[int],
+        groups: int,
+        output_mask: list[bool],
+    ) -> tuple[Tensor | None, ...]:
+        how = (bias_sizes, stride, padding, dilation, transposed, output_padding, groups)
+        of_input, of_weight, of_bias = output_mask
+        laid_out = input.is_contiguous() and weight.is_contiguous()
+        if not of_weight or input.dtype != torch.bfloat16 or laid_out or all(d == 1 for d in dilation):
+            found: tuple[Tensor | None, ...] = function(grad_output, input, weight, *how, output_mask)
+            return found
+        _, exact, _ = function(grad_output.float(), input.float(), weight.float(), *how, [False, True, False])
+        others: tuple[Tensor | None, ...] = (None, None, None)
+        if of_input or of_bias:
+            others = function(grad_output, input, weight, *how, [of_input, False, of_bias])
+        return others[0], exact.to(torch.bfloat16), others[2]
+
+    return backward
