@@ -35,7 +35,7 @@ from wooly.kernels.schema import PASSING_UNDEFINED, Call, Kernel, OpFacts, tenso
 from wooly.origins import origin
 from wooly.recorder import Recorder
 from wooly.rng import Generator, replayed_pair, sequence_of
-from wooly.storage import DEVICE_MASK, ID_SHIFT, PLACE_MASK, Layout
+from wooly.storage import DEVICE_MASK, ID_SHIFT, OFFSET_MASK, PLACE_MASK, Layout
 from wooly.sync_debug import sync_debug
 from wooly.torch_private import OpOverload, raw_device, redispatch_cpu, tree_map, warn_of_resize
 
@@ -68,6 +68,8 @@ class Generic:
         self._determinism, self._flags = determinism, flags
         self._builder = PlanBuilder(forms, determinism)
         self._plans: dict[tuple[Any, ...], CallPlan] = {}
+        #: Planned calls by signature without offsets, from which calls with other offsets are planned (`x[0]`, `x[1]`, ...).
+        self._planned_elsewhere: dict[tuple[Any, ...], PlannedCall] = {}
         #: For signatures whose `out=` tensors must be resized first: the new sizes and strides.
         self._out_sizes: dict[tuple[Any, ...], dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {}
         #: The plans and the sizes of `out=` tensors for each default dtype that was used before, except the present one.
@@ -269,6 +271,7 @@ class Generic:
     def forget_plans(self) -> None:
         """Clear the cache of the present default dtype's plans, because it is full."""
         self._plans.clear()
+        self._planned_elsewhere.clear()
         self._out_sizes.clear()
         native.forget()
 
@@ -281,6 +284,7 @@ class Generic:
         plans, out_sizes = self._kept_plans.pop(now, ({}, {}))
         # Kernels hold these dictionaries, so their contents change.
         self._plans.clear()
+        self._planned_elsewhere.clear()
         self._out_sizes.clear()
         self._plans.update(plans)
         self._out_sizes.update(out_sizes)
@@ -379,6 +383,12 @@ class Generic:
         if facts.op.overloadpacket is torch.ops.aten.where and args[0].is_cpu:
             condition = args[0].to(torch.device(NAME, self._recorder_of(buffers, call).heap.index))
             return Call((condition, *args[1:]), kwargs)
+        elsewhere, offsets = _without_offsets(signature)
+        known = self._planned_elsewhere.get(elsewhere)
+        if known is not None:
+            planned = self._builder.moved(facts, known, offsets)
+            self._keep_plan(signature, planned)
+            return planned
         try:
             planned = self._builder.build(facts, call, self._recorder_of(buffers, call), flags)
         except ResizeOutError as e:
@@ -389,11 +399,19 @@ class Generic:
         other = without_default_dtype(facts, call, new)
         if other is not None:
             return other
+        if not planned.alerts:
+            self._keep_plan(signature, planned)
+            plan = planned.plan
+            depends_on_data = plan.special and not plan.apart
+            given = len(planned.form.operands) - sum(out is not None for out in plan.outs)
+            if planned.doubt is None and not (depends_on_data or facts.out_args) and given == len(offsets):
+                self._planned_elsewhere[elsewhere] = planned
+        return planned
+
+    def _keep_plan(self, signature: tuple[Any, ...], planned: PlannedCall) -> None:
         if len(self._plans) + len(self._out_sizes) >= _MAX_PLANS:
             self.forget_plans()
-        if not planned.alerts:
-            self._plans[signature] = planned.plan
-        return planned
+        self._plans[signature] = planned.plan
 
     def _resize_outs(
         self,
@@ -578,6 +596,17 @@ def _given_generator(run: Kernel, position: int) -> Kernel:
         return run(*args, drawn_from=sequence_of(generator), **kwargs)
 
     return call
+
+
+def _without_offsets(signature: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
+    """A signature without the offsets of its tensors, and these offsets in bytes, in the order of the tensors."""
+    general, offsets = list(signature), []
+    for k in range(1, len(signature) - 2):
+        if signature[k].__class__ is torch.Size and signature[k - 1].__class__ is torch.dtype:
+            place = signature[k + 2]
+            offsets.append(place & OFFSET_MASK)
+            general[k + 2] = place & ~OFFSET_MASK
+    return tuple(general), offsets
 
 
 def _on_one_device(buffers: list[int]) -> bool:

@@ -8,6 +8,8 @@ Later calls only insert buffers and params.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -62,11 +64,13 @@ class PlannedCall(NamedTuple):
         plan: the plan.
         doubt: error of the call's trial on the host, or None. The device may still accept the call, so run the call and wait.
         alerts: the call warned that it is not deterministic. It must warn each time, so do not cache the plan.
+        form: the form of the plan.
     """
 
     plan: CallPlan
     doubt: Exception | None
     alerts: bool
+    form: Form
 
 
 class PlanBuilder:
@@ -107,7 +111,25 @@ class PlanBuilder:
         apart = () if dynamic else may_overlap(facts, form.operands, written)
         draws = facts.draws(call)
         plan = CallPlan(recorder, self._forms.intern(form), outs, written, draws, dynamic or bool(apart), apart)
-        return PlannedCall(plan, doubt, alerts)
+        return PlannedCall(plan, doubt, alerts, form)
+
+    def moved(self, facts: OpFacts, planned: PlannedCall, offsets: Sequence[int]) -> PlannedCall:
+        """The plan of a call that differs from a planned one in the offsets of its operands alone.
+
+        Args:
+            facts: the operator.
+            planned: the planned call. The shapes of its results do not depend on data.
+            offsets: offset of each operand, in bytes.
+        """
+        given = [
+            replace(operand, view=replace(operand.view, offset=offset))
+            for operand, offset in zip(planned.form.operands, offsets, strict=False)
+            if operand.view is not None
+        ]
+        form = replace(planned.form, operands=(*given, *planned.form.operands[len(offsets) :]))
+        apart = may_overlap(facts, form.operands, planned.plan.written)
+        plan = planned.plan._replace(form=self._forms.intern(form), special=bool(apart), apart=apart)
+        return PlannedCall(plan, None, False, form)
 
     def _results(self, facts: OpFacts, call: Call) -> tuple[list[Tensor | None], bool]:
         """The new results as tensors without data, and whether only the executor knows their shapes."""
