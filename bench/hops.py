@@ -1,4 +1,4 @@
-"""Where the time of an add and its `.item()` goes: when each step of client and executor begins, and how long it takes.
+"""Where the time of a sine and its `.item()` goes: when each step of client and executor begins, and how long it takes.
 
 Both processes read the same monotonic clock. Reading it adds about half a microsecond to each step, and a step contains the steps
 that are indented below it.
@@ -89,7 +89,7 @@ def profile():
                 if turn == WARM_UP:
                     ours.clear()
                 begun = time.perf_counter_ns()
-                x.add_(1)
+                x.sin_()
                 last = x[0]
                 recorded = time.perf_counter_ns()
                 last.item()
