@@ -99,7 +99,7 @@ def profile():
             running.process.terminate()
             running.process.wait(30)
         theirs = json.loads(path.read_text())
-    yield "client", "record the add and the view", 0.0, statistics.median([b - a for a, b, _ in turns]) / 1e3
+    yield "client", "record the sine and the view", 0.0, statistics.median([b - a for a, b, _ in turns]) / 1e3
     for process, stamps, steps in (("client", ours, CLIENT), ("executor", theirs, EXECUTOR)):
         for step in steps.values():
             begins, times, at = [], [], 0

@@ -169,7 +169,7 @@ def test_safetensors_detects_shared_memory(tmp_path, cuda):
 
 def test_pickle_and_copies_to_device_under_default_device(sample):
     with torch.device("cuda"):
-        for loaded in (pickle.loads(pickle.dumps(sample)), copy.deepcopy(sample)):  # noqa: S301
+        for loaded in (pickle.loads(pickle.dumps(sample)), copy.deepcopy(sample)):  # noqa: S301  # its own bytes
             assert loaded["host"].device.type == "cpu"
             assert torch.equal(loaded["weight"], sample["weight"])
             assert loaded["turned"].tolist() == sample["turned"].tolist()

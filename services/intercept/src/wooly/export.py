@@ -56,6 +56,7 @@ class RecordingLink:
     offers = None
     #: No host copies; native kernels look here.
     _mirrors: Final[OrderedDict[int, Any]] = OrderedDict()
+    overwritten: Final[dict[int, Any]] = {}
 
     def __init__(self) -> None:
         self.device = dict(_FACTS)
@@ -156,6 +157,16 @@ class RecordingLink:
 
     def mirror(self, buffer: int, key: Any) -> None:
         """Return None: there are no cached host copies."""
+
+    def mirrors_of(self, buffer: int) -> dict[Any, TorchTensor]:
+        """Nothing: there are no cached host copies."""
+        return {}
+
+    def overwrite(self, buffer: int, instructions: int) -> None:
+        """Do nothing: there are no cached host copies."""
+
+    def end_program(self, freed: list[int]) -> None:
+        """Do nothing: there are no cached host copies."""
 
     def keep(self, buffer: int, key: Any, host: TorchTensor) -> None:
         """Do nothing: nothing can be read."""
