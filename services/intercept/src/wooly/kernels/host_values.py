@@ -11,7 +11,6 @@ another operator computes is read.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -40,6 +39,8 @@ _MAX_STEPS = 48
 _MOST_WORDS = 400
 #: Number of words up to which programs are searched whatever their last instruction is.
 _FEW_WORDS = 48
+#: Number of programs whose parts are kept: an open and a sent one of two devices.
+_MOST_PARSED = 4
 #: Maximum number of operands of the last instruction.
 _MOST_OPERANDS = 5
 
@@ -253,7 +254,7 @@ class HostValues:
         self.forms = forms
         self._rules: dict[int, _Rule | None] = {}
         self._dynamic: dict[int, Form | None] = {}
-        self._parsed: deque[_Parsed] = deque(maxlen=2)
+        self._parsed: tuple[_Parsed, ...] = ()
 
     def known(self, link: Link, buffer: int, key: ViewKey) -> Tensor | None:
         """A view of a host copy that the link keeps, of this part or of more of the buffer; None if there is none."""
@@ -342,7 +343,7 @@ class HostValues:
         found = next((p for p in self._parsed if p.words is program.words and p.cuts == program.cuts), None)
         if found is None:
             found = _Parsed(program)
-            self._parsed.append(found)
+            self._parsed = (*self._parsed[1 - _MOST_PARSED :], found)  # threads with other recorders may do so, too
         found.parse(program.bind, self.forms.known)
         return found
 

@@ -624,12 +624,14 @@ class Transfer:
                 if not early:
                     wait_as_cuda(recorder, link)
                 return kept
-            host = self._small_value(t, recorder, link, buffer, key)
-            if host is None and not is_dense(t):
+            small = self._small_value(t, recorder, link, buffer, key)
+            if small is not None:
+                return small
+            if not is_dense(t):
                 dense = torch.empty(t.shape, dtype=t.dtype, device=raw_device(t))
                 self._copy(dense, t)
                 host = self.to_host(dense)
-            elif host is None:
+            else:
                 host = self._read_dense(recorder, link, buffer, key)
             link.keep(buffer, key, host)
             return host
@@ -656,7 +658,10 @@ class Transfer:
                 link.finish_early(operand)
         elif not value.reads:
             wait_as_cuda(recorder, link)
-        return value.compute(self._read_all(recorder, link, value.reads))
+        computed = value.compute(self._read_all(recorder, link, value.reads))
+        if computed is not None:
+            link.keep(buffer, key, computed)
+        return computed
 
     def known_value(self, t: Tensor) -> Tensor | None:
         """A host copy of a small device tensor, if there is one without waiting for the device."""
