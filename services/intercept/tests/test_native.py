@@ -63,7 +63,7 @@ class Recorded:
         recorder._sent.clear()
         recorder._end_forms.clear()
         recorder._kept_whole.clear()
-        recorder.early_reads, recorder._early = EarlyReads(recorder._writes_of), None
+        recorder.early_reads, recorder._early = EarlyReads(recorder._writes_of, recorder._extent_of), None
         recorder._without_end_form, recorder._closed_at_end_form = 0, None
         recorder.generator.manual_seed(0)
         recorder.set_limit(recorder.limit)
