@@ -437,3 +437,27 @@ def test_ahead_of_time_compilation_for_device_names_alternatives(cuda, monkeypat
     assert not compiled
     assert torch._inductor.aoti_compile_and_package(torch.export.export(model, (x,))) == "x.pt2"
     assert len(compiled) == 1
+
+
+@pytest.mark.parametrize("read_before", [False, True])
+@torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
+def test_compiled_function_reads_known_values_at_each_call(cuda, read_before):
+    """A recorded program would repeat the value of the first call."""
+
+    @torch.compile(fullgraph=True)
+    def scaled(x, n):
+        return x * n.item() + 1
+
+    @torch.compile(fullgraph=True)
+    def chosen(x, mask):
+        return x[mask] * 2, mask.nonzero()
+
+    x = torch.arange(4.0, device=cuda)
+    for k in range(1, 7):
+        n, mask = torch.tensor(float(k)).to(cuda), torch.tensor([j % k == 0 for j in range(4)]).to(cuda)
+        if read_before:
+            n.item(), mask.tolist()
+        assert scaled(x, n).tolist() == [j * k + 1 for j in range(4)]
+        doubled, places = chosen(x, mask)
+        expected = [j for j in range(4) if j % k == 0]
+        assert doubled.tolist() == [2 * j for j in expected] and places.flatten().tolist() == expected

@@ -109,7 +109,7 @@ def test_value_of_the_program_that_was_sent_last_is_computed(cuda, waits):
     assert y.tolist() == [5, 8] and waits() == 0
     z = y * 2
     current_devices().recorders[0].flush()
-    torch.arange(3.0).to(cuda)  # another frame: what it wrote is not in a program
+    torch.arange(3.0).to(cuda)  # an upload is no instruction, so the programs before it are not searched
     assert z.tolist() == [10, 16]
 
 

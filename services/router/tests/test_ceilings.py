@@ -9,7 +9,7 @@ from wooly_router.core.ceilings import RESTRICTED, UNLIMITED, Ceilings, Grant, R
 from wooly_router.gate import Caller
 from wooly_router.settings import RouterSettings
 from wooly_router.state.tasks import TaskRecord
-from wooly_router.state.tenants import TenantChange, TenantRecord
+from wooly_router.state.tenants import TenantChange, TenantRecord, new_token
 from wooly_wis.messages import (
     CheckCeilingRequest,
     PrioritizeTaskRequest,
@@ -88,7 +88,9 @@ def refused(words):
 async def tenant(r, name, role="user", **ceilings):
     """Create a tenant. Returns the secret of its token."""
     await r.actor.world.tenants.add(TenantRecord(name, 0.0, **ceilings))
-    return (await r.actor.world.tenants.add_token(name, "t", role, r.clock()))[1]
+    token, secret = new_token(name, "t", role, r.clock())
+    await r.actor.world.tenants.add_token(token, secret)
+    return secret
 
 
 ABOVE = [

@@ -149,7 +149,7 @@ async def test_stream_requires_token_and_ends_with_token(rig, monkeypatch):
     from wooly_bus.web import Buckets
     from wooly_router.rest.access import Access
     from wooly_router.rest.api import create_api
-    from wooly_router.state.tenants import TenantRecord
+    from wooly_router.state.tenants import TenantRecord, new_token
 
     monkeypatch.setattr(events, "RECHECK_S", 0.05)
     async with rig("a", auth="tokens") as r:
@@ -158,7 +158,8 @@ async def test_stream_requires_token_and_ends_with_token(rig, monkeypatch):
         async with httpx.AsyncClient(base_url="http://127.0.0.1/api/v1", transport=transport) as http:
             assert (await http.get("events")).status_code == 401
             await r.actor.world.tenants.add(TenantRecord("t", 0.0))
-            token, secret = await r.actor.world.tenants.add_token("t", "", "admin", r.clock.now)
+            token, secret = new_token("t", "", "admin", r.clock.now)
+            await r.actor.world.tenants.add_token(token, secret)
             reading = asyncio.create_task(http.get("events", headers={"Authorization": f"Bearer {secret}"}))
             while not api.state.hub._followers:
                 await asyncio.sleep(0.01)

@@ -11,7 +11,7 @@ from wooly_router.owner import BROWSER_S, CODE_S, MAX_SECRETS, Owner
 from wooly_router.rest.access import COOKIE, PAGE_HEADER, Access
 from wooly_router.rest.api import create_api
 from wooly_router.settings import RouterSettings
-from wooly_router.state.tenants import TenantRecord, hash_of
+from wooly_router.state.tenants import TenantRecord, hash_of, new_token
 from wooly_testkit.nats import nats_server as start_nats_server
 
 TOKEN = "wooly_" + "o" * 43
@@ -91,7 +91,8 @@ async def test_login_code_and_browser_expire_and_logout_ends_browser(rest):
 async def test_login_code_for_tenant_is_refused_and_token_login_works(rest):
     async with rest() as (r, client):
         await r.actor.world.tenants.add(TenantRecord("bob", 0.0))
-        _, secret = await r.actor.world.tenants.add_token("bob", "t", "admin", 0.0)
+        token, secret = new_token("bob", "t", "admin", 0.0)
+        await r.actor.world.tenants.add_token(token, secret)
         async with client(secret) as http:
             refused = await http.post("/login/code")
             assert (refused.status_code, refused.json()["code"]) == (403, "router.forbidden")

@@ -19,7 +19,7 @@ from wooly_router.rest.access import Access
 from wooly_router.rest.api import create_api
 from wooly_router.state.config import AuditRecord
 from wooly_router.state.nodes import Sample
-from wooly_router.state.tenants import TenantChange, TenantRecord
+from wooly_router.state.tenants import TenantChange, TenantRecord, new_token
 from wooly_testkit.nats import nats_server as start_nats_server
 from wooly_wis.credits import BudgetState, CreditsReply
 from wooly_wis.messages import (
@@ -300,7 +300,8 @@ async def test_token_while_database_is_away_is_refused_as_retryable(rest):
 
 async def token_for(r, tenant, role, scopes=(), **more):
     await r.actor.world.tenants.add(TenantRecord(tenant, 0.0))
-    token, secret = await r.actor.world.tenants.add_token(tenant, "t", role, r.clock.now, scopes, **more)
+    token, secret = new_token(tenant, "t", role, r.clock.now, scopes, **more)
+    await r.actor.world.tenants.add_token(token, secret)
     return token, {"Authorization": f"Bearer {secret}"}
 
 

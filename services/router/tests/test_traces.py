@@ -11,7 +11,7 @@ from wooly_router.rest.api import create_api
 from wooly_router.state import traces as state_traces
 from wooly_router.state.database import Database
 from wooly_router.state.tasks import TaskRecord
-from wooly_router.state.tenants import TenantRecord
+from wooly_router.state.tenants import TenantRecord, new_token
 from wooly_router.state.traces import TraceStore
 from wooly_router.traces import TraceActor, trace_of
 from wooly_wis.traces import AddSpansRequest, SpanRecord, SpansRecorded, TraceRequest, TracesRequest
@@ -150,7 +150,8 @@ async def test_spans_from_services_and_own_tenant_are_accepted(rig):
         secrets = {}
         for name in "xy":
             await tenants.add(TenantRecord(name, 1.0))
-            _, secrets[name] = await tenants.add_token(name, "t", "user", 1.0)
+            token, secrets[name] = new_token(name, "t", "user", 1.0)
+            await tenants.add_token(token, secrets[name])
         await traces.store.bind(A, "t1", "x", "", 1.0)
         ask = AddSpansRequest(task_id="t1", credential=secrets["x"], spans=(span(1), span(2, B)))
         assert (await traces.on_add_spans(ask)).taken == 1
@@ -189,7 +190,8 @@ async def test_spans_of_flooding_tenant_displace_no_other_spans(rig, monkeypatch
         tenants, asks = r.actor.world.tenants, {}
         for name, trace_id in (("bob", A), ("dave", B), ("alice", "c" * 32)):
             await tenants.add(TenantRecord(name, 1.0))
-            _, secret = await tenants.add_token(name, "t", "user", 1.0)
+            token, secret = new_token(name, "t", "user", 1.0)
+            await tenants.add_token(token, secret)
             await r.traces.store.bind(trace_id, name, name, "", 1.0)
             spans = tuple([span(i, trace_id) for i in range(1, 11)])
             asks[name] = AddSpansRequest(task_id=name, credential=secret, spans=spans)
@@ -220,7 +222,8 @@ async def test_rest_shows_traces_to_own_tenant_only(rig):
         api = create_api(r.actor, r.desk, Access(r.actor.gate, Buckets(1000, 1000)), r.traces)
         for name, role in (("x", "user"), ("y", "user"), ("z", "operator")):
             await tenants.add(TenantRecord(name, 1.0))
-            _, secret = await tenants.add_token(name, "t", role, 1.0)
+            token, secret = new_token(name, "t", role, 1.0)
+            await tenants.add_token(token, secret)
             headers = {"Authorization": f"Bearer {secret}"}
             http[name] = httpx.AsyncClient(
                 base_url="http://127.0.0.1", transport=httpx.ASGITransport(api), headers=headers

@@ -966,7 +966,11 @@ class Link:
             self.overwritten[buffer] = kept, instructions
 
     def end_program(self, freed: list[int]) -> None:
-        """The open program was sent or dropped. Drop cached copies of what it freed, and of what it wrote before the write."""
+        """Drop the cached copies that only the open program needed, because it was sent or dropped.
+
+        Args:
+            freed: the buffers that it freed.
+        """
         if self.overwritten:
             self.overwritten = {}
         for buffer in self._mirrors.keys() & freed:

@@ -217,6 +217,7 @@ class Recorder(ProgramFields):
         recording: whether `graphs` keeps the instructions that are recorded now.
         after_replay: whether the open program began after a program that was sent by `replay`. In a loop, it begins at this point
             in every iteration.
+        reads: number of reads so far that may decide what the script does next, also of values that the client knew.
         foreign_draws: number of random operators so far that used a generator of the user.
         replaced: whether `emit` is replaced.
         lazy_clones: storages that read the buffer of another storage.
@@ -242,7 +243,7 @@ class Recorder(ProgramFields):
         self.lazy_clones = LazyClones(self)
         self._marks: Callable[[Origin], Origin] | None = None
         self._limit_before_capture = self._operations_before_capture = 0
-        self.foreign_draws = 0
+        self.foreign_draws = self.reads = 0
         self.words: list[int] = []
         self.bind: list[int] = []
         self.slot_of: dict[int, int] = {}

@@ -3,7 +3,7 @@
 A *kind* of arguments is everything about them except the buffers: layouts, shared storages, numbers, and which tensors require a
 gradient. The first call of each kind runs eagerly and is recorded. A later call of the same kind sends one message, independent
 of the number of operations. The results equal those of eager execution, because the instructions are the same. A function stays
-eager if it waits for the device before its end, computes on the host, or returns views of its arguments when a gradient is
+eager if it reads a value of the device, computes on the host, or returns views of its arguments when a gradient is
 needed.
 
 This package does not depend on Dynamo. The caller must ensure that the function depends only on its arguments.

@@ -41,6 +41,11 @@ class Body:
         return sum([r.operations for r in self.devices.active() if r is not recorder])
 
     @property
+    def reads(self) -> int:
+        """Number of reads so far of values on any device."""
+        return sum([r.reads for r in self.devices.active()])
+
+    @property
     def constant_ids(self) -> set[int]:
         """Buffer ids of the constants."""
         return {address_of(t) >> ID_SHIFT for t in self._constants if raw_device(t).type == NAME}
@@ -78,7 +83,7 @@ class Kind:
             # The call may use any device. All threads take the locks in the same order, so that no deadlock can occur.
             for recorder in self.body.devices.active():
                 locks.enter_context(recorder.lock)
-            others = self.body.operations_besides(self.recorder)
+            others, reads = self.body.operations_besides(self.recorder), self.body.reads
             try:
                 with recording(self.recorder) as out:
                     results = call()
@@ -86,9 +91,10 @@ class Kind:
                 if self.body.operations_besides(self.recorder) != others:
                     recorded = None
                     raise NotOneProgramError("it uses several devices")
-                if recorded is None:
+                if recorded is None or self.body.reads != reads:  # the client may have known the value, and not waited
+                    recorded = None
                     raise NotOneProgramError(
-                        "it waits for the device before its end, or uploads data, or does nothing on the device"
+                        "it reads a value of the device, or waits for it, or uploads data, or does nothing on the device"
                     )
             except NotOneProgramError as e:
                 self.recorder.flush()

@@ -607,6 +607,7 @@ class Transfer:
         recorder = self._recorder_at(at)
         self.reads += 1
         with recorder.lock:
+            recorder.reads += 1
             if recorder.capture is not None:
                 recorder.capture.refuse()
             buffer = at >> ID_SHIFT
@@ -667,8 +668,8 @@ class Transfer:
         """A host copy of a small device tensor, if there is one without waiting for the device."""
         at = address_of(t)
         recorder = self._recorder_at(at)
-        if not 0 < t.numel() * t.element_size() <= MAX_BYTES or t.dtype not in REAL or recorder.capture is not None:
-            return None
+        if not 0 < t.numel() * t.element_size() <= MAX_BYTES or t.dtype not in REAL or recorder.recording:
+            return None  # what is recorded runs again with other values
         with recorder.lock:
             link = recorder.link
             if link is None:

@@ -20,7 +20,7 @@ from wooly_router.rest.models import (
     TokenBody,
     TokenList,
 )
-from wooly_router.state.tenants import TenantChange, TenantRecord, TenantStore, TokenRecord
+from wooly_router.state.tenants import TenantChange, TenantRecord, TenantStore, TokenRecord, new_token
 from wooly_router.tenants import TenantActor
 
 router = APIRouter()
@@ -89,7 +89,8 @@ async def create_token(
     now = request.app.state.actor.clock()
     ends = None if body.expires_in_s is None else now + body.expires_in_s
     scopes = tuple(dict.fromkeys(body.scopes))
-    token, secret = await _store(request).add_token(name, body.name[:128], body.role, now, scopes, ends)
+    token, secret = new_token(name, body.name[:128], body.role, now, scopes, ends)
+    await _store(request).add_token(token, secret)
     await access.log(caller, "token.create", token.id, tenant=name, role=body.role, scopes=list(scopes))
     return NewToken(secret=secret, **_token(token).model_dump())
 

@@ -156,22 +156,10 @@ class TenantStore:
         found = await self.get(name)
         return found is not None and found.opaque_kernels
 
-    async def add_token(
-        self,
-        tenant: str,
-        name: str,
-        role: Role,
-        now: float,
-        scopes: tuple[str, ...] = (),
-        expires_at: float | None = None,
-        secret: str = "",
-    ) -> tuple[TokenRecord, str]:
-        """Add a token to an existing tenant; returns the token and its secret: `secret`, or a random one if it is empty."""
-        token, random = new_token(tenant, name, role, now, scopes, expires_at)
-        secret = secret or random
+    async def add_token(self, token: TokenRecord, secret: str) -> None:
+        """Add a token (`new_token`) to an existing tenant."""
         async with self.database.writing() as s:
             s.add(_token_row(token, secret))
-        return token, secret
 
     async def tokens(self, tenant: str) -> list[TokenRecord]:
         """A tenant's tokens, oldest first."""
