@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wooly.api import attached_links
 from wooly.device import current_devices
-from wooly.kernels.host_values import part_of
+from wooly.kernels.host_copies import part_of
 
 
 @pytest.fixture

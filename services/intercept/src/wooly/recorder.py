@@ -68,7 +68,7 @@ class Work(NamedTuple):
     origins: list[Origin]
 
 
-class Recorded(NamedTuple):
+class RecentProgram(NamedTuple):
     """Instructions whose buffers are known: the open program, or the program that was sent last.
 
     Attributes:
@@ -269,7 +269,7 @@ class Recorder(ProgramFields):
         self._mark: Mark | None = None
         self._deferred: list[Callable[[Link], None]] = []
         self._sent: OrderedDict[bytes, SentProgram] = OrderedDict()
-        self._sent_last: Recorded | None = None
+        self._sent_last: RecentProgram | None = None
         self._cuts = 0
         self._frees: list[int] = []
         self._freed: list[int] = []
@@ -602,7 +602,7 @@ class Recorder(ProgramFields):
             self._frees = rest
             raise
         self._early = self.early_reads.sent(key, bind)
-        self._sent_last = Recorded(self.words, bind, self.params, self.slot_of, seq, link.overwritten, self._cuts)
+        self._sent_last = RecentProgram(self.words, bind, self.params, self.slot_of, seq, link.overwritten, self._cuts)
         self._reset_program()
         if rest:
             self._frees = rest
@@ -854,7 +854,7 @@ class Recorder(ProgramFields):
             (self.programs_dir / f"{name.hex()[:16]}.wis").write_bytes(raw)
         return SentProgram(name, struct.Struct("".join(fmt)))
 
-    def recent_programs(self, most: int) -> list[Recorded]:
+    def recent_programs(self, most: int) -> list[RecentProgram]:
         """The program that was sent last, if nothing was sent after it, and the open program.
 
         Args:
@@ -867,7 +867,7 @@ class Recorder(ProgramFields):
             if last is not None and is_last and len(last.words) + len(self.words) <= most:
                 found.append(last)
             overwritten = {} if link is None else link.overwritten
-            found.append(Recorded(self.words, self.bind, self.params, self.slot_of, 0, overwritten, self._cuts))
+            found.append(RecentProgram(self.words, self.bind, self.params, self.slot_of, 0, overwritten, self._cuts))
         return found
 
     def frees(self, buffer: int) -> bool:

@@ -26,7 +26,8 @@ from wooly.interned_forms import Forms
 from wooly.kernels import widening
 from wooly.kernels.alerts import ALERTS
 from wooly.kernels.forms import is_python_number
-from wooly.kernels.host_values import REAL, HostValues, tensor_on, wait_as_cuda
+from wooly.kernels.host_copies import REAL, tensor_on
+from wooly.kernels.host_values import HostValues, wait_as_cuda
 from wooly.kernels.inference import Inferences
 from wooly.kernels.outs import RESIZE_SILENTLY, RESIZED_ON_HOST, ResizeOutError
 from wooly.kernels.plan import CallPlan, PlanBuilder, PlannedCall

@@ -23,7 +23,8 @@ from wooly.devices import NAME, Devices
 from wooly.early_reads import MAX_EARLY_BYTES, EarlyRead
 from wooly.interned_forms import Forms
 from wooly.kernels.forms import Number, host_scalar, view_of
-from wooly.kernels.host_values import MAX_BYTES, REAL, HostValues, Range, nbytes_of, part_of, tensor_on, wait_as_cuda
+from wooly.kernels.host_copies import MAX_BYTES, REAL, nbytes_of, part_of, tensor_on
+from wooly.kernels.host_values import HostValues, Range, wait_as_cuda
 from wooly.kernels.overlap import refuse_overlap, refuse_partial_overlap
 from wooly.kernels.resolving import plain
 from wooly.link import MIRROR_ITEM_LIMIT, Link, ViewKey
