@@ -21,19 +21,19 @@ from wooly_wis.artifact import (
     encode_artifact,
     family,
     key_of,
-    pocl_target,
 )
 from wooly_wis.codec import digest
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import ArtifactError, PlanError, WisError
 from wooly_wis.kernel.builder import KernelBuilder
 from wooly_wis.plan import AllocStep, FreeStep, KernelStep, LibraryStep, Line, Plan, verify
+from wooly_wis.pocl import pocl_target
 from wooly_wis.program import Form, Operand, OperandRef, Role, View
 from wooly_wis.verifier import verify_program
 
 F32 = DType.F32
 N = 64
-TARGET = pocl_target(2, "a platform", ["basic-x", "pthread-x"])
+TARGET = pocl_target(2, "a platform", ["basic-x", "pthread-x"], "a cpu")
 
 
 def source():
@@ -128,9 +128,9 @@ def test_deciding_params_are_exponents_only():
 
 
 def test_pocl_target_names_the_driver_and_family_is_a_token():
-    other = pocl_target(2, "another platform", ["basic-x", "pthread-x"])
-    assert other != TARGET and pocl_target(1, "a platform", ["basic-x", "pthread-x"]) != TARGET
-    assert family(TARGET) == family(pocl_target(1, "a platform", ["basic-x", "pthread-x"])) != family(other)
+    other = pocl_target(2, "another platform", ["basic-x", "pthread-x"], "a cpu")
+    assert other != TARGET and pocl_target(1, "a platform", ["basic-x", "pthread-x"], "a cpu") != TARGET
+    assert family(TARGET) == family(pocl_target(1, "a platform", ["basic-x", "pthread-x"], "a cpu")) != family(other)
     assert not set(".*> ") & set(family(TARGET) + family("cuda:sm_90"))
 
 

@@ -393,22 +393,6 @@ def key_of(program: Program, target: str, mode: Mode, params: Sequence[Any]) -> 
 
 # -- targets -------------------------------------------------------------------------------------------------------------
 
-#: PoCL's devices that code for a CPU is compiled for: the calling thread, and all cores.
-POCL_UNITS = ("basic", "pthread")
-
-
-def pocl_target(cores: int, platform: str, devices: Sequence[str]) -> str:
-    """Name of a CPU as a target of PoCL. Another CPU or another version of PoCL has another name, because its code differs.
-
-    Args:
-        cores: number of cores that kernels may use.
-        platform: PoCL's description of itself.
-        devices: PoCL's descriptions of the devices of `POCL_UNITS`.
-    """
-    name = hashlib.blake2b("\0".join([platform, *devices]).encode(), digest_size=6).hexdigest()
-    return f"opencl:{name}-x{cores}"
-
-
 #: Compute capabilities (major, minor) of NVIDIA chips for which the compiler generates code.
 CUDA_CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 

@@ -15,6 +15,7 @@ import numpy as np
 import pyopencl as cl
 from wooly_wis.dtypes import DType
 from wooly_wis.kernel.ir import Kernel
+from wooly_wis.pocl import cpu_of
 
 from wooly_compiler.errors import BuildError
 from wooly_compiler.render.dialects import OPENCL
@@ -26,12 +27,13 @@ _NUMPY = {DType.F64: np.float64, DType.F32: np.float32, DType.I64: np.int64, DTy
 
 @dataclass(frozen=True, slots=True)
 class OpenClDevice:
-    """An OpenCL device with its context and an in-order queue."""
+    """An OpenCL device with its context and an in-order queue. `cpu`: see `wooly_wis.pocl`; empty for other platforms."""
 
     context: Any
     queue: Any
     name: str
     platform: str
+    cpu: str
     is_cpu: bool
 
 
@@ -58,6 +60,7 @@ def default_device() -> OpenClDevice:
         cl.CommandQueue(context),
         device.name.strip(),
         f"{device.platform.name} {device.platform.version}",
+        cpu_of(device.int_ptr) if pocl else "",
         bool(device.type & cl.device_type.CPU),
     )
 

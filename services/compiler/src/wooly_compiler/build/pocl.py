@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from wooly_wis.artifact import POCL_UNITS, pocl_target
 from wooly_wis.dtypes import DType
 from wooly_wis.foreign import STATUS_WORDS, Parameter
 from wooly_wis.kernel.ir import Kernel
+from wooly_wis.pocl import POCL_UNITS, cpu_of, pocl_target
 
 from wooly_compiler.errors import BuildError
 from wooly_compiler.render.dialects import OPENCL
@@ -73,14 +73,15 @@ def units() -> tuple[opencl.OpenClDevice, ...]:
         device = named[name]
         context = cl.Context([device])
         platform = f"{device.platform.name} {device.platform.version}"
-        found.append(opencl.OpenClDevice(context, cl.CommandQueue(context), device.name.strip(), platform, True))
+        queue, cpu = cl.CommandQueue(context), cpu_of(device.int_ptr)
+        found.append(opencl.OpenClDevice(context, queue, device.name.strip(), platform, cpu, True))
     return tuple(found)
 
 
 def target(cores: int) -> str:
     """Return the name of this machine's CPU as a target."""
     found = units()
-    return pocl_target(cores, found[0].platform, [d.name for d in found])
+    return pocl_target(cores, found[0].platform, [d.name for d in found], found[0].cpu)
 
 
 #: The unit that runs foreign kernels: all cores. The interpreter's lock is free meanwhile.

@@ -26,11 +26,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from wooly_wis.artifact import POCL_UNITS, Artifact, Code, pocl_target
+from wooly_wis.artifact import Artifact, Code
 from wooly_wis.dtypes import DType
 from wooly_wis.foreign import STATUS_WORDS, ForeignCode, Parameter
 from wooly_wis.kernel.ir import Kernel
 from wooly_wis.kernel.text import digest
+from wooly_wis.pocl import POCL_UNITS, cpu_of, pocl_target
 from wooly_wis.program import Form
 
 from wooly_executor.billing.cores import apart, beyond
@@ -141,7 +142,7 @@ class OpenClRuntime(TorchCpuRuntime):
             MissingDriverError: OpenCL does not start.
         """
         units = self._open()
-        return pocl_target(torch.get_num_threads(), units[0].platform, [u.name for u in units])
+        return pocl_target(torch.get_num_threads(), units[0].platform, [u.name for u in units], units[0].cpu)
 
     def load(self, artifact: Artifact, program: Any, facts: Any) -> PreparedProgram:
         """Prepare a program as its plan's steps. Thread-safe.
@@ -232,6 +233,7 @@ class _Unit:
         self._alone, self._add_core_time = alone, spread
         self.threads: int = 1 if alone else device.max_compute_units
         self.name: str = device.name.strip()
+        self.cpu = cpu_of(device.int_ptr)
         self.platform = f"{device.platform.name} {device.platform.version}"
         self._context = cl.Context([device])
         profiling = 0 if alone else cl.command_queue_properties.PROFILING_ENABLE
