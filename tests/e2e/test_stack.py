@@ -19,6 +19,7 @@ from wooly_bus import contracts
 from wooly_local.stack import StackError, read_stack, start_stack
 from wooly_testkit import forks
 from wooly_testkit.control import ask
+from wooly_testkit.executor import executor_process
 from wooly_testkit.forks import Forked
 from wooly_testkit.nats import nats_server as start_nats_server
 from wooly_wis.codec import encode_program
@@ -260,7 +261,17 @@ def test_nodes_and_status_in_json_and_rest(stack):
 def test_doctor_on_running_stack_passes(stack):
     done = run_in_fork("doctor", "--json", stack=stack)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert all(c["ok"] for c in json.loads(done.stdout)["checks"])
+    found = {c["check"]: (c["ok"], c["detail"]) for c in json.loads(done.stdout)["checks"]}
+    assert all(ok for ok, _ in found.values()) and "was built, and ran" in found["kernels"][1]
+
+
+def test_doctor_says_why_an_executor_builds_no_kernels():
+    with executor_process(start=Forked) as running:  # the runtime torch_cpu computes, but has no OpenCL
+        url = running.endpoints[0].replace("//", f"//{running.token}@")
+        done = run_in_fork("doctor", "--json", env={"WOOLYAI_EXECUTOR_URL": url})
+    found = {c["check"]: c for c in json.loads(done.stdout)["checks"]}
+    assert found["round trip"]["ok"] and not found["kernels"]["ok"]
+    assert found["kernels"]["detail"].endswith("(set WOOLY_EXECUTOR_RUNTIME=opencl)")
 
 
 @pytest.mark.slow  # the tests of intercept count fallbacks

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import platform
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,7 +47,8 @@ def doctor(
         try:
             checks.append({"check": name, "ok": True, "detail": probe()})
         except Exception as e:
-            checks.append({"check": name, "ok": False, "detail": str(e)})
+            detail = str(e).split("\n  recorded at ")[0]  # the line is one of this module, not of a script
+            checks.append({"check": name, "ok": False, "detail": detail})
         return bool(checks[-1]["ok"])
 
     check("python", _check_python)
@@ -63,7 +66,8 @@ def doctor(
         else:
             check("controller", lambda: shown(connect(settings[0]).url))
             check("executor", lambda: _check_executor(settings[0]))
-        check("round trip", _check_round_trip)
+        if check("round trip", _check_round_trip):
+            check("kernels", _check_kernels)
     if as_json:
         print(json.dumps({"ok": all(c["ok"] for c in checks), "checks": checks}))
     else:
@@ -195,21 +199,46 @@ def _check_executor(settings: Settings) -> str:
     return found
 
 
+@contextlib.contextmanager
+def _session() -> Iterator[None]:
+    """A session for a check. A full cluster is a finding, not a reason to wait."""
+    from wooly import api
+
+    api.enable(read_settings().model_copy(update={"queue_s": 0.0}))
+    try:
+        yield
+    finally:
+        api.disable()
+
+
 def _check_round_trip() -> str:
     import torch
 
-    from wooly import api
-
-    api.enable(read_settings().model_copy(update={"queue_s": 0.0}))  # a full cluster is a finding, not a reason to wait
-    try:
+    with _session():
         x = torch.ones(2, device="cuda")
         value, took = 0.0, float("inf")
         for _ in range(5):  # the first round trip takes longer
             started = time.perf_counter()
             value = float((x + 1).sum())
             took = min(took, time.perf_counter() - started)
-    finally:
-        api.disable()
     if value != 4.0:
         raise RuntimeError(f"the device computed a wrong result: the sum of [1, 1] + 1 is 4.0, but it returned {value}")
     return f"{took * 1e6:.0f} µs"
+
+
+def _check_kernels() -> str:
+    """Build and run a kernel: an executor may compute with torch and yet be unable to build code for its device."""
+    import torch
+
+    from wooly import cuda_kernel
+
+    if importlib.util.find_spec("wooly_cuda_c") is None:
+        return "not checked: CUDA C needs wooly-cuda-c beside wooly, which is not installed"
+    text = "__global__ void twice(float *x, int n) { int i = blockIdx.x * blockDim.x + threadIdx.x; if (i < n) x[i] *= 2; }"
+    with _session():
+        x = torch.arange(300.0).to("cuda")
+        started = time.perf_counter()
+        cuda_kernel(text, "twice")(grid=(2, 1, 1), block=(256, 1, 1), args=[x, x.numel()])
+        if not torch.equal(x.cpu(), torch.arange(300.0) * 2):
+            raise RuntimeError("a kernel that doubles the numbers 0 to 299 computed a wrong result")
+        return f"a kernel in CUDA C was built, and ran, in {time.perf_counter() - started:.2f} s"
