@@ -4,6 +4,7 @@ import io
 
 import pytest
 from rich.console import Console
+from wooly.cli.commands.app import fail
 from wooly.cli.tables import Fitted, plain_table
 
 
@@ -30,6 +31,14 @@ def test_fitted_table_truncates_only_no_wrap_columns(width):
     assert all(len(line) <= width for line in lines)
     assert len(lines) == 3
     assert ("…" in text) == (width < 200)
+
+
+def test_cells_and_errors_show_square_brackets_as_they_are(capsys):
+    """Rich's markup would swallow "[rank0]", and "[/data]" would be an error of its own."""
+    text = "[rank0]: no such file: [/data]"
+    assert text in shown(80, [("id", "1", text)])
+    fail(RuntimeError(text))
+    assert capsys.readouterr().err == f"wooly: {text}\n"
 
 
 def test_fitted_table_narrow_wraps_between_words():

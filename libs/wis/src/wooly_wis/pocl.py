@@ -21,6 +21,13 @@ from pathlib import Path
 #: PoCL's devices that code for a CPU is compiled for: the calling thread, and all cores.
 POCL_UNITS = ("basic", "pthread")
 
+#: How to get PoCL here, for messages. No package of pip's contains it for other processors.
+HOW_TO_GET = (
+    "pip install 'pyopencl[pocl]'"
+    if platform.machine() in ("x86_64", "AMD64")
+    else "pip install pyopencl, and PoCL from the system's packages (Debian, Ubuntu: apt-get install pocl-opencl-icd)"
+)
+
 #: LLVM's name of a CPU that it does not know.
 _UNKNOWN = b"generic"
 #: Names of x86-64 CPUs, best first, and what a CPU must have to run their code. Each is at most as long as `_UNKNOWN`.

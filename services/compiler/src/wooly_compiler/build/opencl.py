@@ -15,7 +15,7 @@ import numpy as np
 import pyopencl as cl
 from wooly_wis.dtypes import DType
 from wooly_wis.kernel.ir import Kernel
-from wooly_wis.pocl import cpu_of
+from wooly_wis.pocl import HOW_TO_GET, cpu_of
 
 from wooly_compiler.errors import BuildError
 from wooly_compiler.render.dialects import OPENCL
@@ -47,10 +47,10 @@ def default_device() -> OpenClDevice:
     try:
         platforms = cl.get_platforms()
     except cl.LogicError as e:
-        raise BuildError(f"no OpenCL platform is installed ({e}); install one with: pip install pyopencl[pocl]") from e
+        raise BuildError(f"no OpenCL platform is installed ({e}); install PoCL: {HOW_TO_GET}") from e
     devices = [d for p in platforms for d in p.get_devices()]
     if not devices:
-        raise BuildError("no OpenCL platform has a device; install PoCL with: pip install pyopencl[pocl]")
+        raise BuildError(f"no OpenCL platform has a device; install PoCL: {HOW_TO_GET}")
     cpu = [d for d in devices if d.type & cl.device_type.CPU]
     pocl = [d for d in cpu if "portable" in d.platform.name.lower()]
     device = (pocl or cpu or devices)[0]

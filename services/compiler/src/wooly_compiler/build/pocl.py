@@ -17,7 +17,7 @@ import numpy as np
 from wooly_wis.dtypes import DType
 from wooly_wis.foreign import STATUS_WORDS, Parameter
 from wooly_wis.kernel.ir import Kernel
-from wooly_wis.pocl import POCL_UNITS, cpu_of, pocl_target
+from wooly_wis.pocl import HOW_TO_GET, POCL_UNITS, cpu_of, pocl_target
 
 from wooly_compiler.errors import BuildError
 from wooly_compiler.render.dialects import OPENCL
@@ -48,7 +48,7 @@ def _opencl() -> Any:
     try:
         return importlib.import_module("wooly_compiler.build.opencl")
     except ImportError as e:
-        raise BuildError(f"pyopencl is missing ({e}); install it with: pip install pyopencl[pocl]") from e
+        raise BuildError(f"pyopencl is missing ({e}); install it: {HOW_TO_GET}") from e
 
 
 @functools.cache
@@ -64,7 +64,7 @@ def units() -> tuple[opencl.OpenClDevice, ...]:
     try:
         platforms = cl.get_platforms()
     except cl.LogicError as e:
-        raise BuildError(f"no OpenCL platform is installed ({e}); install one with: pip install pyopencl[pocl]") from e
+        raise BuildError(f"no OpenCL platform is installed ({e}); install PoCL: {HOW_TO_GET}") from e
     named = {d.name.split("-")[0]: d for p in platforms if "Portable" in p.name for d in p.get_devices()}
     if not named.keys() >= set(POCL_UNITS):
         raise BuildError(f"PoCL must have devices {' and '.join(POCL_UNITS)}, but has {', '.join(named) or 'none'}")

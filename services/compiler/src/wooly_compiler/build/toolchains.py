@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from wooly_wis.pocl import HOW_TO_GET
+
 from wooly_compiler.errors import BuildError
 
 _CLANG: Final = ("clang-19", "clang-20", "clang-21")
@@ -57,7 +59,7 @@ def missing(toolchain: str) -> str:
         return (
             "clang-19 and hipRTC are missing; use apt-get install clang-19 lld-19, or pip install hip-python with ROCm"
         )
-    return "" if _module("pyopencl") else "pyopencl is missing; install it with: pip install pyopencl[pocl]"
+    return "" if _module("pyopencl") else f"pyopencl is missing; install it: {HOW_TO_GET}"
 
 
 def default_signals() -> None:

@@ -31,7 +31,7 @@ from wooly_wis.dtypes import DType
 from wooly_wis.foreign import STATUS_WORDS, ForeignCode, Parameter
 from wooly_wis.kernel.ir import Kernel
 from wooly_wis.kernel.text import digest
-from wooly_wis.pocl import POCL_UNITS, cpu_of, pocl_target
+from wooly_wis.pocl import HOW_TO_GET, POCL_UNITS, cpu_of, pocl_target
 from wooly_wis.program import Form
 
 from wooly_executor.billing.cores import apart, beyond
@@ -87,7 +87,7 @@ _INEXACT_HOST = InexactHost()
 def missing() -> str:
     """Return what is missing for OpenCL kernels, without initialising OpenCL; empty if nothing is known to be missing."""
     if importlib.util.find_spec("pyopencl") is None:
-        return "the module pyopencl is not installed: pip install 'pyopencl[pocl]'"
+        return f"the module pyopencl is not installed: {HOW_TO_GET}"
     return ""
 
 
@@ -545,12 +545,12 @@ def _open_units(cache: Path | None, threads: int, spread: Callable[[int], None])
 
         platforms = cl.get_platforms()
     except Exception as e:  # drivers may raise any exception
-        why = f"OpenCL does not start: {type(e).__name__}: {e}; install PoCL with pip install 'pyopencl[pocl]'"
+        why = f"OpenCL does not start: {type(e).__name__}: {e}; PoCL is missing: {HOW_TO_GET}"
         raise MissingDriverError(why) from e
     named = {d.name.split("-")[0]: d for p in platforms if "Portable" in p.name for d in p.get_devices()}
     if not named.keys() >= set(POCL_UNITS):
         have = ", ".join(f"{p.name} ({', '.join(d.name for d in p.get_devices())})" for p in platforms) or "nothing"
         raise MissingDriverError(
-            f"PoCL with its devices {' and '.join(POCL_UNITS)} is needed, but OpenCL has {have}: pip install 'pyopencl[pocl]'"
+            f"PoCL with its devices {' and '.join(POCL_UNITS)} is needed, but OpenCL has {have}: {HOW_TO_GET}"
         )
     return tuple([_Unit(cl, named[name], alone=name == POCL_UNITS[0], spread=spread) for name in POCL_UNITS])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -12,9 +13,16 @@ from rich.text import Text
 GAP, MIN_WIDTH = 2, 12
 
 
+class _Plain(Table):
+    """A table whose cells are shown as they are: "[rank0]" in a name or an error is no markup."""
+
+    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
+        super().add_row(*[Text(c) if isinstance(c, str) else c for c in cells], **options)
+
+
 def plain_table() -> Table:
     """A table without lines. If there is not enough room, columns with `no_wrap` are truncated and other columns are not."""
-    return Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
+    return _Plain(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
 
 
 class Fitted:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from wooly.control import ControlError, connect
 from wooly.errors import WoolyError
@@ -31,7 +32,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 def fail(error: Exception) -> typer.Exit:
     """Print an error. Returns an exception that the caller raises to end the command."""
-    err.print(f"[bold red]wooly:[/] {error}", highlight=False, soft_wrap=True)
+    err.print(f"[bold red]wooly:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
     return typer.Exit(1)
 
 

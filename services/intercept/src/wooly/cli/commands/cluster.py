@@ -136,7 +136,7 @@ def status(as_json: Json = False) -> None:
             _print_places({"web UI": stack.ui_url(), "REST": stack.rest_url, "files": stack.state_dir})
         _print_places({name: f"pid {pid}" for name, pid in report["services"].items()})
         if problem:
-            out.print(f"  {problem}", highlight=False)
+            out.print(f"  {problem}", highlight=False, markup=False)
         print_nodes(report["nodes"])
         _print_memory(report["nodes"])
     if report["state"] != "up":
@@ -149,7 +149,7 @@ def _is_starting(settings: Settings, module: Any) -> bool:
 
 def _print_places(places: Mapping[str, object]) -> None:
     for name, place in places.items():
-        out.print(f"  {name:12} {place}", highlight=False, soft_wrap=True)
+        out.print(f"  {name:12} {place}", highlight=False, soft_wrap=True, markup=False)
 
 
 def nodes_of(settings: Settings) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from wooly_bus import host
 from wooly_bus.errors import shown
 
@@ -73,7 +74,7 @@ def doctor(
     else:
         for c in checks:
             out.print(
-                f"{'[green]ok  [/]' if c['ok'] else '[red]FAIL[/]'} {c['check']:14} {c['detail']}",
+                f"{'[green]ok  [/]' if c['ok'] else '[red]FAIL[/]'} {c['check']:14} {escape(c['detail'])}",
                 highlight=False,
                 soft_wrap=True,
             )

@@ -80,7 +80,7 @@ def record(
         def finish() -> str:
             nbytes = recording.end()
             where = f"{escape(str(output))} ({size(nbytes)})"
-            return f"recorded {recording.frames:,} frames in {where}: [bold]wooly replay[/] plays it"
+            return f"recorded {recording.frames:,} frames in {escape(str(where))}: [bold]wooly replay[/] plays it"
 
         return finish
 
@@ -352,7 +352,7 @@ def _print_tensors(tensors: list[LiveTensor]) -> None:
             str(row["frame"]),
             row["dtype"],
         ]
-        table.add_row(*[escape(c) for c in [*cells, str(row["shape"]), *numbers, row["name"]]])
+        table.add_row(*cells, str(row["shape"]), *numbers, row["name"])
     out.print(Fitted(table))
     for t in tensors:
         if t.error:

@@ -287,7 +287,7 @@ def _finish() -> int:
     except (RuntimeError, MemoryError) as e:
         module = type(e).__module__
         name = type(e).__qualname__ if module == "builtins" else f"{module}.{type(e).__qualname__}"  # as in a traceback
-        err.print(f"[bold red]{name}:[/] {e}", highlight=False, soft_wrap=True)
+        err.print(f"[bold red]{name}:[/] {escape(str(e))}", highlight=False, soft_wrap=True)
         return 1
     return 0
 

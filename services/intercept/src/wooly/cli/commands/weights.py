@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from wooly.cli.commands.app import Json, app, err, fail, out, read_settings, size
 from wooly.cli.commands.cluster import nodes_of
@@ -32,7 +33,7 @@ def _on_every_executor(work: Callable[[Any], Any]) -> Any:
     except WoolyError as e:
         raise fail(e) from e
     for name, why in found.left_out.items():
-        err.print(f"[yellow]wooly:[/] {name} is left out: {why}", highlight=False, soft_wrap=True)
+        err.print(f"[yellow]wooly:[/] {escape(name)} is left out: {escape(why)}", highlight=False, soft_wrap=True)
     if not found.done:
         raise fail(WoolyError("no executor took part; `wooly nodes` shows the executors"))
     return found
@@ -60,7 +61,7 @@ def weights_add(
         print(json.dumps(report | {"on": list(found.done), "left_out": found.left_out}))
     else:
         where = f"{len(found.done)} executor" + "s" * (len(found.done) > 1)
-        out.print(f"{name}: {tensors} tensors, {size(nbytes)} kept on {where}", highlight=False)
+        out.print(f"{name}: {tensors} tensors, {size(nbytes)} kept on {where}", highlight=False, markup=False)
 
 
 @weights.command("list")
@@ -94,6 +95,6 @@ def weights_rm(
     if as_json:
         print(json.dumps({"removed": removed}))
     elif removed:
-        out.print(f"{name}: no longer kept on {removed} executor" + "s" * (removed > 1), highlight=False)
+        out.print(f"{name}: no longer kept on {removed} executor" + "s" * (removed > 1), highlight=False, markup=False)
     if not removed:
         raise fail(WoolyError(f"weights with the name {name!r} are not kept; `wooly weights list` shows the names"))
