@@ -114,6 +114,8 @@ def test_submit_with_wrong_inputs_is_refused_unsent(stack, classifier, tmp_path)
     module = folder / "job.wism"
     assert "inputs of the module are missing: x" in run("submit", module, stack=stack, code=1).stderr
     assert "float32 [3, 64]" in run("submit", module, "-i", f"x={tmp_path / 'y.npy'}", stack=stack, code=1).stderr
+    (tmp_path / "x.py").write_text("import torch")
+    assert f"`wooly run {tmp_path}/x.py` runs it" in run("submit", tmp_path / "x.py", stack=stack, code=1).stderr
     assert "is not of the form NAME=FILE" in run("submit", module, "-i", "z=1", stack=stack, code=1).stderr
     (tmp_path / "bad.wism").write_bytes(module.read_bytes()[:-1] + b"?")
     assert (

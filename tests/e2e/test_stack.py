@@ -315,6 +315,20 @@ def _sessions(stack):
     return stack.request("GET", "sessions")["sessions"]
 
 
+def test_stack_serves_behind_a_proxy_and_from_a_folder_that_is_longer_than_a_socket_address(tmp_path):
+    """Machines of companies set `http_proxy`, which knows nothing of this machine; batch systems have long folders."""
+    folder = tmp_path / ("long" * 30)
+    own = forks.start_stack(folder, ephemeral=True, http_proxy="http://127.0.0.1:9", HTTP_PROXY="http://127.0.0.1:9")
+    try:
+        done = run_in_fork(
+            "run", script(tmp_path, "import torch; print(torch.ones(2, device='cuda').sum())"), stack=own
+        )
+    finally:
+        own.stop()
+    assert "tensor(2., device='cuda:0')" in done.stdout, done.stderr
+    assert "over a unix socket" in done.stderr
+
+
 def test_up_twice_is_refused_crash_is_repaired_and_down_stops_all(tmp_path):
     env = {"XDG_STATE_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
     assert run_in_fork("down", env=env).stdout == "no stack was running\n"

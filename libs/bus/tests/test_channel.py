@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -396,6 +397,23 @@ def test_dead_server_is_detected_at_once(echo):
             client.send(ECHO, b"x" * 100_000)
             client.recv(5)
     client.close()
+
+
+def test_unix_socket_with_a_path_longer_than_an_address_connects(tmp_path):
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    server = EchoServer(f"unix://{folder}/x.sock")
+    try:
+        client = connect(server.endpoint)
+        client.send(ECHO, b"here")
+        assert client.recv(5).payload == b"here"
+        client.close()
+    finally:
+        server.stop()
+    held = [str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+    assert str(folder) not in held, "the folder stays open"
+    with pytest.raises(ChannelClosedError, match="No such file"):
+        ChannelClient.connect(Endpoint.parse(f"unix://{folder}/nothing"))
 
 
 def test_connect_without_listener_raises(tmp_path):

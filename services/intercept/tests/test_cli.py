@@ -1,5 +1,7 @@
 """The parts of the command line that need no stack. Tests with a stack are in tests/e2e."""
 
+import contextlib
+import io
 import json
 import re
 import subprocess
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 import wooly
 from typer.testing import CliRunner
+from wooly import cli as command_line
 from wooly.cli import smi
 from wooly.cli.commands import app, doctor
 from wooly_testkit.assembler import assemble
@@ -145,6 +148,22 @@ def test_smi_query_of_name_with_comma_keeps_the_cells_apart():
 def test_smi_query_of_unknown_field_or_format_is_refused(names, how):
     with pytest.raises(smi.QueryError, match=r"not a valid field|must be csv"):
         smi.query(DEVICES, names, how)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "printed"),
+    [(["top"], b"?cuda?"), (["run", "--help"], b"?cuda?"), (["run", "script.py"], None), (["record", "s.py"], None)],
+)
+def test_commands_print_in_every_encoding_and_scripts_get_pythons_error(monkeypatch, arguments, printed):
+    """Under LC_ALL=C or latin-1, a command printed its traceback in place of its table."""
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(command_line.sys, "argv", ["wooly", *arguments])
+    monkeypatch.setattr(command_line.sys, "stdout", out)
+    command_line._print_everywhere()
+    with contextlib.nullcontext() if printed else pytest.raises(UnicodeEncodeError):
+        out.write("“cuda”")
+        out.flush()
+        assert out.buffer.getvalue() == printed
 
 
 @pytest.mark.parametrize(("cores", "hint"), [(1, True), (2, False)])

@@ -97,8 +97,7 @@ class Stack:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
         asked = urllib.request.Request(f"{self.rest_url}/api/v1/{path}", data, headers, method=method)
-        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy must not see the token
-        with direct.open(asked, timeout=REST_TIMEOUT_S) as answer:
+        with open_directly(asked, REST_TIMEOUT_S) as answer:
             return json.loads(answer.read() or b"null")
 
     def ui_url(self) -> str:
@@ -140,6 +139,15 @@ class Stack:
                 os.waitpid(self._executor, 0)
         if self.ephemeral:
             shutil.rmtree(self.state_dir, ignore_errors=True)
+
+
+def open_directly(request: urllib.request.Request | str, timeout_s: float) -> Any:
+    """Send an HTTP request to a service of this machine: not through a proxy (`http_proxy`), which must not see tokens.
+
+    Raises:
+        OSError: no answer, or a refusal (`urllib.error.HTTPError`).
+    """
+    return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout_s)
 
 
 def keys_of(state_dir: Path) -> Authority:

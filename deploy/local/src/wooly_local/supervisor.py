@@ -18,7 +18,6 @@ import sys
 import sysconfig
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from wooly_bus.lean_imports import import_nats, unavailable
 from wooly_bus.private import keep_private
 
 from wooly_local.processes import Service, die_with_parent, preload, set_process_name
-from wooly_local.stack import LENT, OURS, default_state_dir, keys_of, make_owner_token, owner_token
+from wooly_local.stack import LENT, OURS, default_state_dir, keys_of, make_owner_token, open_directly, owner_token
 
 #: Longest start of a stack, in seconds, until a client can be served.
 READY_TIMEOUT_S = 60.0
@@ -241,7 +240,7 @@ class Supervisor:
 
     def _wait_ready(self, with_rest: Callable[[], None]) -> None:
         """Wait until a client can be served. Call `with_rest` when REST is ready: so it does not slow the router's start."""
-        deadline, called = time.monotonic() + READY_TIMEOUT_S, False
+        deadline, called, missing = time.monotonic() + READY_TIMEOUT_S, False, "it was stopped"
         while time.monotonic() < deadline and not self._stopping:
             for service in self.services:
                 if service.pid is None:
@@ -253,12 +252,17 @@ class Supervisor:
             if found and not called:
                 called = True
                 with_rest()
-            ready = found and (self.dir / "scheduler.port").exists()
-            if ready and self._executors() >= self.gpus:
+            if not found:
+                missing = "its router does not answer"
+            elif not (self.dir / "scheduler.port").exists():
+                missing = "its scheduler has not started"
+            elif (registered := self._executors()) < self.gpus:
+                missing = f"{registered} of {self.gpus} executors are registered"
+            else:
                 return
             time.sleep(0.03)
         raise RuntimeError(
-            f"the stack was not ready within {READY_TIMEOUT_S:g} s; the ends of its logs:\n"
+            f"the stack was not ready within {READY_TIMEOUT_S:g} s: {missing}; the ends of its logs:\n"
             + "\n".join(s.log_tail(4) for s in self.services)
         )
 
@@ -276,7 +280,7 @@ class Supervisor:
         if not self._has_rest:
             return int((self.dir / "router.ready").exists())
         try:
-            with urllib.request.urlopen(f"{self.rest_url}/healthz", timeout=1) as answer:
+            with open_directly(f"{self.rest_url}/healthz", 1) as answer:
                 return int(json.load(answer)["executors"])
         except (urllib.error.URLError, OSError, ValueError, KeyError):
             return 0

@@ -28,7 +28,7 @@ from wooly_bus.channel.descriptors import free_descriptors
 from wooly_bus.channel.endpoint import Endpoint, tune
 from wooly_bus.channel.framing import HEADER, SOCKET_BUFFER, ChannelError, ProtocolError, parse_header
 from wooly_bus.channel.segment import LEAST, Segment, accepted
-from wooly_bus.channel.sockets import receive_with_descriptors
+from wooly_bus.channel.sockets import receive_with_descriptors, unix_address
 from wooly_bus.limited_log import LimitedLog
 from wooly_bus.supervision import start_thread
 
@@ -549,7 +549,8 @@ def _unix_listener(path: Path) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     new = path.with_name(f".{secrets.token_hex(3)}")
     try:
-        sock.bind(str(new))
+        with unix_address(new) as address:
+            sock.bind(address)
         new.chmod(0o600)
         sock.listen(BACKLOG)
         new.rename(path)

@@ -16,6 +16,7 @@ import socket
 import ssl
 import time
 from collections import deque
+from pathlib import Path
 
 from wooly_wis.frames import MAX_CHUNK
 
@@ -48,7 +49,15 @@ from wooly_bus.channel.segment import (
     Segment,
     offered_memory,
 )
-from wooly_bus.channel.sockets import Buffer, hung_up, input_of, send_gathered, send_with_descriptor, unix_socket
+from wooly_bus.channel.sockets import (
+    Buffer,
+    hung_up,
+    input_of,
+    send_gathered,
+    send_with_descriptor,
+    unix_address,
+    unix_socket,
+)
 from wooly_bus.channel.tls import client_context, handshake_error
 
 #: Received payload bytes after which the client sends an acknowledgement: half of the default window.
@@ -156,7 +165,8 @@ class ChannelClient:
                 sock = unix_socket()
                 sock.settimeout(timeout)
                 tune(sock, SOCKET_BUFFER)
-                sock.connect(endpoint.path)
+                with unix_address(Path(endpoint.path)) as address:
+                    sock.connect(address)
             else:
                 sock = socket.create_connection((endpoint.host, endpoint.port), timeout)
                 tune(sock, SOCKET_BUFFER)

@@ -5,16 +5,21 @@ Python for Windows has neither `poll` nor `sendmsg` nor unix sockets.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import select
 import socket
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 Buffer = bytes | bytearray | memoryview
 #: Longest wait of one `select`, in seconds. On Windows, a signal does not interrupt it; the handler runs between two waits.
 _SLICE_S = 0.2
+#: Bytes of a path in the address of a unix socket, without the zero at its end.
+_ADDRESS = 107
 _INPUT = getattr(select, "POLLIN", 0)
 _HANGUP = getattr(select, "POLLRDHUP", 0)  # `poll` always reports POLLHUP and POLLERR
 
@@ -60,6 +65,25 @@ def unix_socket() -> socket.socket:
             "Python on this system has no unix sockets; let the executor listen on tcp://… or tls://… as well"
         )
     return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+
+@contextlib.contextmanager
+def unix_address(path: Path) -> Iterator[str]:
+    """A name of a unix socket's path that fits in an address, which has room for 107 bytes. It is valid within the block.
+
+    Folders of batch systems and builds have longer names. On systems other than Linux, the path itself is the name.
+
+    Raises:
+        OSError: the folder of a long path cannot be opened.
+    """
+    if len(os.fsencode(path)) <= _ADDRESS or sys.platform != "linux":
+        yield str(path)
+        return
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
 
 
 def send_gathered(sock: socket.socket, buffers: Sequence[Buffer]) -> int:

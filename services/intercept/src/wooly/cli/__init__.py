@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ __all__ = ["main"]
 
 def main() -> None:
     """Entry point of the `wooly` command. If it runs a script without a stack, the stack starts while the rest is imported."""
+    _print_everywhere()
     runs = len(sys.argv) > 2 and sys.argv[1] == "run" and sys.argv[2].endswith(".py") and Path(sys.argv[2]).is_file()
     if runs:
         gc.disable()  # until the script begins: imports make many objects and no garbage
@@ -26,6 +28,17 @@ def main() -> None:
 
         fork_executor()  # it needs many of the modules that are imported now
     run_command()
+
+
+def _print_everywhere() -> None:
+    """Let commands print "?" for what the output's encoding lacks (LC_ALL=C, latin-1), in place of an error.
+
+    A script of `wooly run` or `wooly record` gets Python's error, as without Wooly. Their own lines go to stderr, which has no
+    such error.
+    """
+    its_own = sys.argv[1:2] not in (["run"], ["record"]) or sys.argv[2:3] == ["--help"]
+    if its_own and isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _begin_stack() -> None:
