@@ -8,14 +8,17 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
-from wooly_bus import contracts
+from wooly_bus import contracts, host
+from wooly_local import stack as stack_module
 from wooly_local.stack import StackError, read_stack, start_stack
 from wooly_testkit import forks
 from wooly_testkit.control import ask
@@ -327,6 +330,17 @@ def test_stack_serves_behind_a_proxy_and_from_a_folder_that_is_longer_than_a_soc
         own.stop()
     assert "tensor(2., device='cuda:0')" in done.stdout, done.stderr
     assert "over a unix socket" in done.stderr
+
+
+def test_ephemeral_stack_avoids_a_folder_for_temporary_files_that_runs_no_code(tmp_path, monkeypatch):
+    monkeypatch.setenv("WOOLYAI_STATE_DIR", str(tmp_path / "own"))
+    assert not stack_module._temporary().is_relative_to(tmp_path / "own")
+    temporary = Path(tempfile.gettempdir())
+    assert host.why_no_code(temporary / "not" / "made" / "yet") == "", "this test needs a folder that runs code"
+    flags = {temporary: os.ST_NOEXEC}  # as hardened machines mount it
+    monkeypatch.setattr(host.os, "statvfs", lambda folder: SimpleNamespace(f_flag=flags.get(folder, 0)))
+    assert "noexec" in host.why_no_code(temporary / "not" / "made" / "yet")
+    assert stack_module._temporary().parent == tmp_path / "own"
 
 
 def test_up_twice_is_refused_crash_is_repaired_and_down_stops_all(tmp_path):

@@ -4,9 +4,11 @@ import os
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
+from wooly_bus import host
 from wooly_bus.channel import Endpoint
 from wooly_executor.app import make_runtime
 from wooly_executor.errors import MissingDriverError
@@ -137,6 +139,14 @@ def test_process_without_a_driver_names_what_is_missing(tmp_path):
     )
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
     assert "OpenCL does not start" in ended.stderr and "pip install 'pyopencl[pocl]'" in ended.stderr
+
+
+def test_executor_whose_folder_runs_no_code_says_what_to_set(monkeypatch, tmp_path):
+    """PoCL would end the process at the first launch."""
+    mounted = SimpleNamespace(f_flag=os.ST_NOEXEC | os.ST_NOSUID)
+    monkeypatch.setattr(host.os, "statvfs", lambda folder: mounted)
+    with pytest.raises(MissingDriverError, match=r"noexec; set WOOLY_EXECUTOR_STATE_DIR"):
+        make_runtime("opencl", state_dir=tmp_path)
 
 
 def _without_pocl(folder):

@@ -150,6 +150,16 @@ def test_smi_query_of_unknown_field_or_format_is_refused(names, how):
         smi.query(DEVICES, names, how)
 
 
+def test_closed_standard_streams_are_opened_so_that_no_socket_takes_their_numbers():
+    code = (
+        "import os, sys; from wooly import cli; cli._open_streams(); print(1); r, w = os.pipe(); assert min(r, w) > 2"
+    )
+    done = subprocess.run(["sh", "-c", f'exec "{sys.executable}" -c "{code}" <&- >&-'], capture_output=True, timeout=60)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    done = subprocess.run(["sh", "-c", f'exec "{sys.executable}" -c "{code}" <&- >&- 2>&-'], timeout=60)
+    assert done.returncode == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "printed"),
     [(["top"], b"?cuda?"), (["run", "--help"], b"?cuda?"), (["run", "script.py"], None), (["record", "s.py"], None)],

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
+from wooly_bus import host
 from wooly_bus.private import refuse_foreign
 
 from wooly_local.processes import can_lend, fork_lent
@@ -303,7 +304,7 @@ def begin_stack(
         StackError: a stack already runs in the directory, or another user owns the directory.
     """
     if state_dir is None:
-        state_dir = Path(tempfile.mkdtemp(prefix="wooly-")) if ephemeral else default_state_dir()
+        state_dir = _temporary() if ephemeral else default_state_dir()
     state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
         refuse_foreign(state_dir)  # check first: a foreign user could have put files or links in it
@@ -327,6 +328,15 @@ def begin_stack(
             start_new_session=True,
         )
     return StartingStack(state_dir, ephemeral, process, lends)
+
+
+def _temporary() -> Path:
+    """A new folder for an ephemeral stack, from which kernels can run: hardened machines forbid it in `/tmp`."""
+    home = default_state_dir()
+    if not host.why_no_code(Path(tempfile.gettempdir())) or host.why_no_code(home):
+        return Path(tempfile.mkdtemp(prefix="wooly-"))
+    home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return Path(tempfile.mkdtemp(prefix="run-", dir=home))
 
 
 def start_stack(state_dir: Path | None = None, *, ephemeral: bool = False, gpus: int = 1) -> Stack:

@@ -1,4 +1,4 @@
-"""Memory and cores that this process may use: those of the machine, or the limits of its container (cgroups, both versions)."""
+"""What this process may use of its machine: memory and cores, or the limits of its container (cgroups), and folders with code."""
 
 from __future__ import annotations
 
@@ -85,3 +85,14 @@ def _text(path: Path) -> str:
 def _number(path: Path) -> int | None:
     text = _text(path)
     return int(text) if text.isdecimal() else None
+
+
+def why_no_code(folder: Path) -> str:
+    """Why code that is kept in this folder cannot run; empty if nothing is known to prevent it.
+
+    PoCL ends the process when it cannot load a kernel's library. Hardened machines mount `/tmp` and `/home` with `noexec`.
+    """
+    known = next((p for p in (folder, *folder.absolute().parents) if p.is_dir()), None)
+    if known is None or not hasattr(os, "ST_NOEXEC") or not os.statvfs(known).f_flag & os.ST_NOEXEC:
+        return ""
+    return f"kernels cannot run from {folder}: its file system is mounted with noexec"

@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from wooly_bus import host
 from wooly_wis.dtypes import DType
 from wooly_wis.foreign import STATUS_WORDS, Parameter
 from wooly_wis.kernel.ir import Kernel
@@ -56,11 +58,13 @@ def units() -> tuple[opencl.OpenClDevice, ...]:
     """Return a device for each of `POCL_UNITS`.
 
     Raises:
-        BuildError: PoCL is missing, or has other devices.
+        BuildError: PoCL is missing, or has other devices, or cannot run code from its folder.
     """
     opencl = _opencl()
     import pyopencl as cl
 
+    if why := host.why_no_code(Path(os.environ.get("POCL_CACHE_DIR", tempfile.gettempdir()))):
+        raise BuildError(f"{why}; set the compiler's state directory to a folder on another one")
     try:
         platforms = cl.get_platforms()
     except cl.LogicError as e:

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from wooly_bus import host
 from wooly_wis.artifact import Artifact, Code
 from wooly_wis.dtypes import DType
 from wooly_wis.foreign import STATUS_WORDS, ForeignCode, Parameter
@@ -534,12 +535,16 @@ def _open_units(cache: Path | None, threads: int, spread: Callable[[int], None])
     """Return PoCL's devices, in the order of `POCL_UNITS`.
 
     Raises:
-        MissingDriverError: PoCL is missing, or has other devices.
+        MissingDriverError: PoCL is missing, or has other devices, or cannot run code from `cache`.
     """
     os.environ["POCL_DEVICES"] = " ".join(POCL_UNITS)
     os.environ["POCL_MAX_PTHREAD_COUNT"] = str(threads)
     if cache is not None:
         os.environ["POCL_CACHE_DIR"] = str(cache)
+        if why := host.why_no_code(cache):
+            raise MissingDriverError(
+                f"{why}; set WOOLY_EXECUTOR_STATE_DIR (for a stack of `wooly up`: WOOLYAI_STATE_DIR) to a folder on another one"
+            )
     try:
         import pyopencl as cl
 

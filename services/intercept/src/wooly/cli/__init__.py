@@ -13,6 +13,7 @@ __all__ = ["main"]
 
 def main() -> None:
     """Entry point of the `wooly` command. If it runs a script without a stack, the stack starts while the rest is imported."""
+    _open_streams()
     _print_everywhere()
     runs = len(sys.argv) > 2 and sys.argv[1] == "run" and sys.argv[2].endswith(".py") and Path(sys.argv[2]).is_file()
     if runs:
@@ -28,6 +29,18 @@ def main() -> None:
 
         fork_executor()  # it needs many of the modules that are imported now
     run_command()
+
+
+def _open_streams() -> None:
+    """Open /dev/null for standard streams that are closed (`>&-`). Else sockets take their numbers, and children write there."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 - it stays open for the process's life
 
 
 def _print_everywhere() -> None:
