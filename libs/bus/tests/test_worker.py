@@ -8,6 +8,8 @@ import os, sys
 from wooly_bus.worker import serve
 
 def answer(request):
+    if request["value"] == "fault":
+        raise PermissionError(13, "Permission denied", "/nonexistent")
     if request["value"] not in request["fine"]:
         os._exit(3)
     return request["value"].encode()
@@ -41,6 +43,16 @@ def test_request_that_crashes_also_with_its_changes_fails(worker):
         worker.ask(asked, "a target", "a kernel")
     assert failed.value.retryable
     assert worker.ask(request("other", ["other"]), "a target", "a kernel") == b"other"
+
+
+def test_error_of_the_worker_itself_is_named_and_the_next_request_has_a_new_worker(worker):
+    """For example a folder that cannot be written; the text of the error was lost."""
+    message = r"the compiler for a target failed on a kernel: PermissionError: .*'/nonexistent'"
+    with pytest.raises(WorkerError, match=message) as failed:
+        worker.ask(request("fault", []), "a target", "a kernel")
+    assert failed.value.retryable
+    asked = request("fault", ["careful"], after_crash={"value": "careful"})
+    assert worker.ask(asked, "a target", "a kernel") == b"careful"
 
 
 def test_request_without_changes_fails_after_a_crash(worker):

@@ -1,7 +1,10 @@
 """PoCL's CPU: its name in PoCL's description of a device, and the target that is named after it."""
 
 import ctypes
+import os
 import platform
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -50,6 +53,26 @@ def test_a_description_of_another_form_is_read_without_harm(words):
 
 def test_memory_that_ends_early_is_read_without_harm():
     assert pocl.cpu_of(8).split("+")[0] == ""
+
+
+def test_kernels_are_built_without_the_users_cache_folder(tmp_path):
+    """Services may have no home; pyopencl and PoCL would keep files there."""
+    pytest.importorskip("pyopencl", reason="kernels run through OpenCL: pip install 'pyopencl[pocl]'")
+    code = f"""
+import pathlib
+from wooly_wis.pocl import cpu_of, prepare
+prepare(pathlib.Path({str(tmp_path / "pocl")!r}))
+import pyopencl as cl
+device = [d for p in cl.get_platforms() if "Portable" in p.name for d in p.get_devices()][0]
+cpu_of(device.int_ptr)
+cl.Kernel(cl.Program(cl.Context([device]), "kernel void f(global int *x) {{ x[0] = 1; }}").build(cache_dir=False), "f")
+"""
+    (tmp_path / "a file").touch()  # no folder can be made in it, not even by root
+    nowhere = {name: str(tmp_path / "a file" / "x") for name in ("HOME", "XDG_CACHE_HOME")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | nowhere, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_targets_differ_in_platform_cores_and_cpu():

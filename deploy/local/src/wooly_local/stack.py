@@ -301,11 +301,16 @@ def begin_stack(
             several, or the system cannot do this, the stack does it.
 
     Raises:
-        StackError: a stack already runs in the directory, or another user owns the directory.
+        StackError: a stack already runs in the directory, another user owns it, or it cannot be made.
     """
     if state_dir is None:
         state_dir = _temporary() if ephemeral else default_state_dir()
-    state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as e:
+        raise StackError(
+            f"cannot make the state directory {state_dir}: {e.strerror}; set WOOLYAI_STATE_DIR to a folder that you may write to"
+        ) from e
     try:
         refuse_foreign(state_dir)  # check first: a foreign user could have put files or links in it
     except PermissionError as e:

@@ -20,6 +20,8 @@ from typing import Any, ClassVar, Final
 
 from wooly_wis.errors import WisError
 
+#: Longest error of a worker that ends with it, in characters.
+_MESSAGE: Final = 1000
 #: Largest answer of a worker, in bytes.
 MAX_ANSWER: Final = 64 << 20
 
@@ -28,6 +30,10 @@ class WorkerError(WisError):
     """A worker refused a request, crashed, or took too long."""
 
     code = "worker.failed"
+
+
+class _FailedError(Exception):
+    """A worker ended with an error that is no answer; the message is the error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +94,24 @@ class WorkerProcess:
             process.stdin.flush()
             answer = json.loads(self._read(process, None, deadline))
             self.steps = [(str(n), int(b), int(e)) for n, b, e in answer.get("steps", ())]
+            if "failed" in answer:
+                raise _FailedError(answer["failed"])
             if "error" in answer:
                 error = self.error(answer["error"])
                 error.retryable = bool(answer["retryable"])
                 raise error
             return self._read(process, answer["nbytes"], deadline)
-        except (EOFError, BrokenPipeError):
-            code = process.wait()
+        except (EOFError, BrokenPipeError, _FailedError) as e:
+            ended = (
+                f"failed on {what}: {e}"
+                if isinstance(e, _FailedError)
+                else f"crashed (exit {process.wait()}) on {what}"
+            )
             self.close()
             changes = request.get("after_crash")
             if changes:
                 return self.ask({**request, **changes, "after_crash": None}, target, what)
-            raise self._failed(f"{self.noun} {target} crashed (exit {code}) on {what}") from None
+            raise self._failed(f"{self.noun} {target} {ended}") from None
         except TimeoutError:
             self.close()
             seconds = f"{self._limits.seconds:g} s"
@@ -189,6 +201,10 @@ def serve(
             answer = {"error": str(e), "retryable": e.retryable}
         except MemoryError:
             answer = {"error": f"this work needs more memory than its limit of {memory} bytes", "retryable": False}
+        except Exception as e:  # a fault of the worker or its machine, for example a folder that cannot be written
+            answers.write(json.dumps({"failed": f"{type(e).__name__}: {str(e)[:_MESSAGE]}"}).encode() + b"\n")
+            answers.flush()
+            raise
         if noted:
             answer["steps"] = noted
         answers.write(json.dumps(answer).encode() + b"\n" + found)

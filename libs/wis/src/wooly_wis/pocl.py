@@ -44,6 +44,19 @@ _TRIPLE = re.compile(rb"x86_64-[\w-]+\0")
 _DESCRIPTION = 2048
 
 
+def prepare(cache: Path | None) -> None:
+    """Set what PoCL and pyopencl read when they start. Call it before the first use of OpenCL in this process.
+
+    Args:
+        cache: folder in which PoCL keeps its files; None: PoCL's own folder.
+    """
+    os.environ["POCL_DEVICES"] = " ".join(POCL_UNITS)
+    if cache is not None:
+        os.environ["POCL_CACHE_DIR"] = str(cache)
+    # pyopencl would keep a database in the user's cache folder, which a service may lack; making anew what is in it is faster.
+    os.environ["PYOPENCL_NO_CACHE"] = "1"
+
+
 def pocl_target(cores: int, platform: str, devices: Sequence[str], cpu: str) -> str:
     """Name of a CPU as a target of PoCL. Another CPU or another version of PoCL has another name, because its code differs.
 

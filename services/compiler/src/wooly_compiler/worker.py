@@ -52,7 +52,7 @@ def answer(request: dict[str, Any]) -> bytes:
 
 
 if __name__ == "__main__":
-    from wooly_compiler.build import pocl
+    from wooly_wis.pocl import prepare
 
-    pocl.prepare(Path(sys.argv[2]) / "pocl")
+    prepare(Path(sys.argv[2]) / "pocl")
     serve(int(sys.argv[1]), answer, STEPS)

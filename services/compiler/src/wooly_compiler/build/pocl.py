@@ -1,7 +1,7 @@
 """Builds complete binaries for a CPU with PoCL, for the calling thread or for all cores. Loading one compiles nothing.
 
 PoCL finishes a kernel at its first launch, for the size of work-group of that launch. So this module launches the kernel once, on
-zeros, and the binary contains the result. Use it in a process of its own: call `prepare` before the first use of OpenCL.
+zeros, and the binary contains the result. Use it in a process of its own: call `wooly_wis.pocl.prepare` first.
 """
 
 from __future__ import annotations
@@ -33,12 +33,6 @@ if TYPE_CHECKING:  # this module needs OpenCL, which machines with GPUs may lack
 LAUNCHED = 1 << 30
 #: Turns off pyopencl's cache of builds. `Any`, because the annotation of the parameter does not allow False.
 _NO_CACHE: Any = False
-
-
-def prepare(cache: Path) -> None:
-    """Make PoCL offer one device per unit, and keep its files in `cache`."""
-    os.environ["POCL_DEVICES"] = " ".join(POCL_UNITS)
-    os.environ["POCL_CACHE_DIR"] = str(cache)
 
 
 def _opencl() -> Any:

@@ -32,7 +32,7 @@ from wooly_wis.dtypes import DType
 from wooly_wis.foreign import STATUS_WORDS, ForeignCode, Parameter
 from wooly_wis.kernel.ir import Kernel
 from wooly_wis.kernel.text import digest
-from wooly_wis.pocl import HOW_TO_GET, POCL_UNITS, cpu_of, pocl_target
+from wooly_wis.pocl import HOW_TO_GET, POCL_UNITS, cpu_of, pocl_target, prepare
 from wooly_wis.program import Form
 
 from wooly_executor.billing.cores import apart, beyond
@@ -537,14 +537,12 @@ def _open_units(cache: Path | None, threads: int, spread: Callable[[int], None])
     Raises:
         MissingDriverError: PoCL is missing, or has other devices, or cannot run code from `cache`.
     """
-    os.environ["POCL_DEVICES"] = " ".join(POCL_UNITS)
+    prepare(cache)
     os.environ["POCL_MAX_PTHREAD_COUNT"] = str(threads)
-    if cache is not None:
-        os.environ["POCL_CACHE_DIR"] = str(cache)
-        if why := host.why_no_code(cache):
-            raise MissingDriverError(
-                f"{why}; set WOOLY_EXECUTOR_STATE_DIR (for a stack of `wooly up`: WOOLYAI_STATE_DIR) to a folder on another one"
-            )
+    if cache is not None and (why := host.why_no_code(cache)):
+        raise MissingDriverError(
+            f"{why}; set WOOLY_EXECUTOR_STATE_DIR (for a stack of `wooly up`: WOOLYAI_STATE_DIR) to a folder on another one"
+        )
     try:
         import pyopencl as cl
 
