@@ -1,6 +1,8 @@
 """Limits of control groups replace the size of the machine. The folder trees are those of Docker and Kubernetes."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 from wooly_bus import host
@@ -62,6 +64,55 @@ def test_host_group_with_machine_path_limits(machine):
     assert host.memory(root) == 1 << 29
     root = machine(**files("0::/../../other", **{"memory.max": str(1 << 27)}))
     assert host.memory(root) == 1 << 27
+
+
+MEMINFO = {"proc/meminfo": "MemTotal: 8388608 kB\nMemAvailable:    4194304 kB\nMemFree: 1 kB"}
+
+
+def test_host_available_memory_is_the_least_of_the_machine_and_its_groups(machine):
+    assert host.available(machine()) is None
+    assert host.available(machine(**MEMINFO)) == 4 << 30
+    groups = files(
+        "0::/a/b", **{"a/memory.max": str(3 << 30), "a/memory.current": str(1 << 30), "a/b/memory.max": "max"}
+    )
+    assert host.available(machine(**MEMINFO, **groups)) == 2 << 30
+    stat = {"sys/fs/cgroup/a/memory.stat": f"anon 5\ninactive_file {1 << 20}\nactive_file 7"}
+    assert host.available(machine(**stat)) == (2 << 30) + (1 << 20)
+    over = {"sys/fs/cgroup/a/memory.current": str(4 << 30), "sys/fs/cgroup/a/memory.stat": "anon 5"}
+    assert host.available(machine(**over)) == 0
+
+
+def test_host_available_memory_in_cgroup_version_1(machine):
+    limits = {"memory/x/memory.limit_in_bytes": str(1 << 30), "memory/x/memory.usage_in_bytes": str(1 << 29)}
+    root = machine(**MEMINFO, **files("4:memory:/x", **limits))
+    assert host.available(root) == 1 << 29
+
+
+def test_process_that_takes_more_than_others_leave_gets_an_error_and_goes_on():
+    """The system would end it: the machine has promised more than it has."""
+    code = """
+import mmap
+from wooly_bus import host
+take = lambda n: mmap.mmap(-1, n, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+host.available = lambda: host._MARGIN + (600 << 20)
+host.bound(1 << 50)
+kept = take(400 << 20)
+try:
+    take(400 << 20)
+except OSError as e:
+    print("refused", e.errno)
+host.bound(1 << 50)  # others left as much again
+kept = kept, take(400 << 20)
+host.available = lambda: 0
+host.bound(1 << 50)
+kept = kept, take(20 << 20)
+try:
+    take(400 << 20)
+except OSError as e:
+    print("refused", e.errno)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "refused 12\nrefused 12\n", done.stderr
 
 
 def test_host_malformed_limits_are_ignored(machine):

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 #: A memory limit of at least this many bytes means that the group is unlimited.
 _ENDLESS = 1 << 60
 _CGROUPS = Path("sys/fs/cgroup")
+#: Seconds between two calls of `bound`.
+BOUND_S = 0.25
+#: Bytes that `bound` leaves to other processes, and bytes that it always grants, because without any memory a process fails.
+_MARGIN, _SMALL = 256 << 20, 32 << 20
 
 
 def memory(root: Path = Path("/")) -> int:
@@ -45,14 +50,45 @@ def cores(root: Path = Path("/")) -> int:
     return max(found, 1)
 
 
-def bound(nbytes: int) -> None:
-    """Limit the private memory of this process to `nbytes` bytes: a larger allocation then fails, and the process continues.
+def available(root: Path = Path("/")) -> int | None:
+    """Bytes of memory that can be taken before the system ends processes: of the machine, and of the groups of this process.
 
-    Without a limit, the machine overcommits memory, and its kernel kills a process when the memory is used.
+    Args:
+        root: root of the file system.
+
+    Returns:
+        The number of bytes; None if the system does not say it.
+    """
+    told = re.search(r"^MemAvailable:\s*(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
+    if told is None:
+        return None
+    found = int(told[1]) << 10
+    for group in _groups(root, "memory"):
+        for limited, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            limit, usage = _number(group / limited), _number(group / used)
+            if limit is not None and usage is not None and 0 < limit < _ENDLESS:
+                # The pages of files that nobody used lately count as used, but are given back first.
+                files = re.search(r"^(?:total_)?inactive_file (\d+)", _text(group / "memory.stat"), re.MULTILINE)
+                found = min(found, max(limit - usage, 0) + (int(files[1]) if files else 0))
+    return found
+
+
+def bound(nbytes: int) -> None:
+    """Limit the private memory of this process: a larger allocation then fails, and the process continues.
+
+    Without a limit, the machine overcommits memory, and its kernel kills a process when the memory is used. Other processes take
+    memory, too, so call this again and again (`BOUND_S`).
+
+    Args:
+        nbytes: the limit, in bytes. It is lower while the machine cannot give that much; small allocations always succeed.
     """
     import resource  # not on Windows, whose clients ask for `cores`
 
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    left = available()
+    if left is not None:
+        own = int(_text(Path("/proc/self/statm")).split()[5]) * resource.getpagesize()
+        nbytes = min(nbytes, own + max(left - _MARGIN, _SMALL))
     resource.setrlimit(resource.RLIMIT_DATA, (nbytes if hard < 0 else min(nbytes, hard), hard))
 
 

@@ -285,6 +285,19 @@ def _prepare_runtime(settings: ExecutorSettings, name: str) -> Runtime:
     return runtime
 
 
+def _bound_memory(nbytes: int) -> None:
+    """Keep the memory of this process within `nbytes` bytes, and within what other processes leave of the machine."""
+
+    def keep_bounding() -> None:
+        while True:
+            time.sleep(host.BOUND_S)
+            with contextlib.suppress(MemoryError):  # of the reading itself
+                host.bound(nbytes)
+
+    host.bound(nbytes)
+    start_thread(keep_bounding, "memory-bound")
+
+
 def _make_loop(settings: ExecutorSettings, runtime: Runtime) -> DeviceLoop:
     """Create the device loop: how it dispatches, swaps, compiles and limits, by the settings."""
     dispatch = Dispatch(
@@ -302,7 +315,7 @@ def _make_loop(settings: ExecutorSettings, runtime: Runtime) -> DeviceLoop:
     if runtime.device.host:  # a GPU measures its own work with events
         keep_freed(memory)
         taken, pace = memory, settings.paced()
-        host.bound(settings.host_memory)
+        _bound_memory(settings.host_memory)
     loop = DeviceLoop(
         runtime,
         memory,
