@@ -185,6 +185,20 @@ def test_value_that_changes_after_it_was_read_early_is_read_again(cuda, frames):
     assert found == expected
 
 
+def test_value_that_is_computed_from_a_freed_one_that_was_read_early_waits_for_it(cuda):
+    table = torch.ones(800, 800, device=cuda)
+    for turn in range(12):
+        total = (table @ table).sum()  # takes so long that its early read is not answered when the script wants it
+        other = table[0] + turn
+        other.mul_(2)
+        if turn < 11:
+            expected = total.item()
+        else:
+            doubled = total * 2
+            del total
+            assert doubled.item() == 2 * expected
+
+
 def test_failed_operation_is_reported_by_the_value_that_was_read_early(cuda):
     table, good = torch.arange(4.0, device=cuda), torch.zeros(1, dtype=torch.int64, device=cuda)
     bad = torch.full((1,), 9, dtype=torch.int64, device=cuda)

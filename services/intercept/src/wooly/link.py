@@ -10,7 +10,7 @@ import contextlib
 import os
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -741,24 +741,28 @@ class Link:
         """Whether a value of the buffer was read early, and is not used yet."""
         return buffer in self._early
 
-    def finish_early(self, buffer: int) -> None:
-        """Wait for a value that was read early.
+    def finish_early(self, buffers: Iterable[int], send: Callable[[], None]) -> None:
+        """Send the open program, and wait for values that were read early.
+
+        Args:
+            buffers: their buffers. The program may free them; then the link forgets their host copies, but still waits.
+            send: sends the program.
 
         Raises:
-            RemoteOperationError: the read failed, or an operation before it.
+            RemoteOperationError: a read failed, or an operation before it.
             ExecutorLostError: the connection to the executor ended.
         """
-        if sync_debug.mode:
-            sync_debug.note()
-        early = self._early.pop(buffer, None)
-        if early is None:  # the read failed, and its error is kept
-            return
-        seq, prediction = early
-        prediction.use()
+        used = {buffer: self._early.pop(buffer) for buffer in buffers}
         try:
-            self.finish_reads(seq)
+            send()
+            if sync_debug.mode:
+                sync_debug.note()
+            for _, prediction in used.values():
+                prediction.use()
+            self.finish_reads(max(seq for seq, _ in used.values()))
         except BaseException:
-            self.forget(buffer)
+            for buffer in used:
+                self.forget(buffer)
             raise
 
     @property

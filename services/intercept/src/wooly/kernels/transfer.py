@@ -126,6 +126,15 @@ def _fetch_kept(kept: Tensor, buffer: int, into: memoryview, dst: Tensor, link: 
     link.fetch(buffer, 0, into, dst)
 
 
+def _send_before_early_value(recorder: Recorder) -> None:
+    """Send the open program, so that the device has work while the script uses a value that was read early.
+
+    The programs of a loop stay equal, too.
+    """
+    recorder.flush()
+    recorder.note_early_read_used(origin())
+
+
 def visible_value(dtype: torch.dtype) -> float | int | bool:
     """The number with which PyTorch fills undefined memory while deterministic algorithms are on."""
     if dtype.is_floating_point or dtype.is_complex:
@@ -618,9 +627,7 @@ class Transfer:
             link = recorder.require_link()
             early = link.is_early(buffer)
             if early:
-                recorder.flush()  # the device has work while the script uses the value, and programs of a loop stay equal
-                recorder.note_early_read_used(origin())
-                link.finish_early(buffer)
+                link.finish_early((buffer,), partial(_send_before_early_value, recorder))
             kept = link.mirror(buffer, key)
             if kept is not None:
                 if not early:
@@ -654,10 +661,7 @@ class Transfer:
         if value is None:
             return self._part_of_whole(t, recorder, link, buffer, key)
         if value.early:
-            recorder.flush()
-            for operand in value.early:
-                recorder.note_early_read_used(origin())
-                link.finish_early(operand)
+            link.finish_early(value.early, partial(_send_before_early_value, recorder))
         elif not value.reads:
             wait_as_cuda(recorder, link)
         computed = value.compute(self._read_all(recorder, link, value.reads))
