@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from torch import nn
 from wooly import device
@@ -236,3 +237,28 @@ def test_undeclared_statistics_writes_equal_cpu(cuda, way):
         return [t.cpu() for t in (*found, m, v)]
 
     assert all(torch.equal(a, b) for a, b in zip(statistics("cpu"), statistics(cuda), strict=True))
+
+
+WITH_TANGENTS = {
+    "linear": (lambda x: F.linear(x, x, x[:, 0]), (4, 4)),
+    "linear, tangent of the bias": (lambda b: F.linear(torch.ones_like(b)[None], torch.ones_like(b)[:, None], b), (1,)),
+    "rms_norm": (lambda x: F.rms_norm(x, (8,)), (3, 8)),
+    "attention": (lambda x: F.scaled_dot_product_attention(x, x, x, x), (2, 4, 4)),
+    "smoothed labels": (lambda x: F.cross_entropy(x, LABELS.to(x.device), label_smoothing=0.1), (3, 5)),
+    "gru_cell": (lambda x: torch.gru_cell(x, x[:, :2], x.repeat(3, 1), x.repeat(3, 1)[:, :2]), (2, 4)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("name", WITH_TANGENTS)
+def test_tangent_of_forward_mode_equals_cpu(cuda, name, requires_grad):
+    function, shape = WITH_TANGENTS[name]
+    found = []
+    for where in ("cpu", cuda):
+        x = leaves(shape, where=where)[0].detach().requires_grad_(requires_grad)
+        tangent = torch.linspace(-1, 1, x.numel()).view(shape).to(where)
+        with forward_ad.dual_level():
+            result = forward_ad.unpack_dual(function(forward_ad.make_dual(x, tangent)))
+            found.append([t.detach().cpu() for t in result])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -209,15 +209,18 @@ class ViewKernel final : public c10::OperatorKernel {
   c10::SafeKernelFunction python_;
 };
 
-// `aten.linear` under autograd, for plain tensors (`wooly.kernels.layers.linear`): one instruction without gradients, PyTorch's
-// decomposition with gradients.
+// Whether a tensor has a tangent (forward-mode AD outside of `torch.func`).
+bool has_tangent(const at::Tensor& t) { return t._fw_grad(/*level=*/0).defined(); }
+
+// `aten.linear` under autograd, for plain tensors (`wooly.kernels.layers.linear`): one instruction without gradients and
+// tangents, else PyTorch's decomposition.
 class LinearKernel final : public c10::OperatorKernel {
  public:
   explicit LinearKernel(c10::SafeKernelFunction python) : python_(std::move(python)) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
     bool plain = enabled.load(std::memory_order_relaxed) && !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Python);
-    bool gradients = false;
+    bool gradients = false, tangents = false;
     for (size_t i = 0; plain && i < 3; ++i) {
       const c10::IValue& a = torch::jit::peek(*stack, i, 3);
       if (a.isNone() && i == 2) {
@@ -229,6 +232,7 @@ class LinearKernel final : public c10::OperatorKernel {
       }
       plain = t.defined() && is_plain(t.unsafeGetTensorImpl()) && !t.is_complex();
       gradients = gradients || (plain && t.requires_grad());
+      tangents = tangents || (plain && has_tangent(t));
     }
     if (plain && gradients && !c10::GradMode::is_enabled()) {
       // ATen's choice of the product depends on whether the weight requires gradients also without gradients.
@@ -236,7 +240,7 @@ class LinearKernel final : public c10::OperatorKernel {
     }
     if (!plain) {
       python_.callBoxed(op, keys, stack);
-    } else if (gradients) {
+    } else if (gradients || tangents) {
       op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, *stack);
     } else {
       op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), stack);
@@ -259,7 +263,7 @@ class LinearKernel final : public c10::OperatorKernel {
 };
 
 // An operator under autograd that is recorded as one instruction although PyTorch would decompose it (`wooly.kernels.whole`):
-// calls with plain tensors and without gradients. Python handles the others.
+// calls with plain tensors, without gradients and tangents. Python handles the others.
 class WholeKernel final : public c10::OperatorKernel {
  public:
   explicit WholeKernel(c10::SafeKernelFunction python) : python_(std::move(python)) {}
@@ -296,7 +300,8 @@ class WholeKernel final : public c10::OperatorKernel {
   }
 
   static bool suits(const at::Tensor& t) {
-    return t.defined() && is_plain(t.unsafeGetTensorImpl()) && !(t.requires_grad() && c10::GradMode::is_enabled());
+    return t.defined() && is_plain(t.unsafeGetTensorImpl()) && !(t.requires_grad() && c10::GradMode::is_enabled()) &&
+           !has_tangent(t);
   }
 
   c10::SafeKernelFunction python_;

@@ -23,6 +23,7 @@ import torch._meta_registrations as meta_registrations
 import torch._ops
 import torch._prims_common as prims_common
 import torch._prims_common.wrappers as prims_wrappers
+import torch.autograd.forward_ad as forward_ad
 import torch.jit._builtins as torchscript
 import torch.utils._device as device_contexts
 import torch.utils._python_dispatch as python_dispatch
@@ -1203,6 +1204,11 @@ def host_cache_patches() -> Iterator[tuple[Any, str, Any]]:
 def in_transform() -> bool:
     """Whether a function transform (`torch.func`) is active. Transforms cannot handle Wooly's autograd functions."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def has_tangents(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether one of these tensors has a tangent (forward-mode AD outside of `torch.func`)."""
+    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
 def for_each_of_batch(

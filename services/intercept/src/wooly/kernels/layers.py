@@ -19,6 +19,7 @@ from wooly.kernels.whole import is_traced
 from wooly.torch_private import (
     convolution_flags,
     convolution_with_flags,
+    has_tangents,
     in_trace,
     schema_of,
 )
@@ -30,7 +31,7 @@ _STRIDED = torch.strided
 
 
 def linear(record: Kernel) -> Kernel:
-    """`aten.linear` under autograd: one instruction without gradients, PyTorch's decomposition with gradients."""
+    """`aten.linear` under autograd: one instruction without gradients and tangents, else PyTorch's decomposition."""
     decompose = aten.linear.default.decompose
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -39,6 +40,8 @@ def linear(record: Kernel) -> Kernel:
         ):
             return decompose(x, weight, bias)
         if is_traced(x) or is_traced(weight) or weight.layout is not _STRIDED:
+            return decompose(x, weight, bias)
+        if has_tangents((x, weight) if bias is None else (x, weight, bias)):
             return decompose(x, weight, bias)
         if weight.requires_grad and not _folds(x):
             return decompose(

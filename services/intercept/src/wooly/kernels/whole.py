@@ -2,7 +2,7 @@
 
 The backward is the `vjp` of the same operator: the executor runs the operator's forward again with autograd, and computes the
 gradients from that graph. So the gradients equal those of the library bit for bit. The second forward costs less than the dozens
-of instructions into which the operator decomposes.
+of instructions into which the operator decomposes. Calls with tangents (forward-mode AD) decompose.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from wooly.torch_private import (
     OpOverload,
     dispatch_modes,
     for_each_of_batch,
+    has_tangents,
     in_trace,
     in_transform,
     schema_of,
@@ -94,7 +95,7 @@ class Whole:
         """Call the operator, with gradients if a tensor requires them."""
         leaves, spec = _flatten(args, kwargs)
         tensors = [a for a in leaves if isinstance(a, Tensor)]
-        if in_transform() or in_trace() or any(map(is_traced, tensors)):
+        if in_transform() or in_trace() or any(map(is_traced, tensors)) or has_tangents(tensors):
             return self.decompose(*args, **kwargs)
         at = self._host_at
         if at is not None:  # lengths in a host tensor become constants of the form
