@@ -182,3 +182,18 @@ def test_transforms_write_half_precision_into_out(cuda, name):
     wide = torch.empty(expected.shape, dtype=expected.dtype, device=cuda)
     torch.testing.assert_close(transform(x.to(cuda), out=wide).cpu(), expected)
     torch.testing.assert_close(transform(x.half().to(cuda), out=wide).cpu(), expected)
+
+
+@pytest.mark.parametrize("dim", [0, 1, None])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_weight_norm_in_half_has_norms_and_gradients_of_cpu(cuda, dtype, dim):
+    found = []
+    for where in ("cpu", cuda):
+        layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 4), dim=dim).to(dtype)
+        for p in layer.parameters():
+            p.data = torch.linspace(-1, 2, p.numel()).reshape(p.shape).to(dtype)
+        layer.to(where)(torch.ones(2, 3, dtype=dtype, device=where)).sum().backward()
+        found.append([p.grad.cpu() for p in layer.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    g, v = torch.ones(4, 1, dtype=dtype, device=cuda), torch.ones(4, 3, dtype=dtype, device=cuda)
+    assert torch.ops.aten._weight_norm_interface(v, g)[1].dtype is torch.float32

@@ -99,6 +99,11 @@ data = batches(rank)
 trained(model, optimizer, lambda step: model(data[step].to(local_rank)).square().mean())
 agree("DDP", model.module.named_parameters(), expected)
 
+model = DDP(network().to(local_rank), device_ids=[local_rank], static_graph=True)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+trained(model, optimizer, lambda step: model(data[step].to(local_rank)).square().mean())
+agree("DDP with a static graph", model.module.named_parameters(), expected)
+
 model = network().to(local_rank)
 for layer in model:
     if isinstance(layer, nn.Linear):

@@ -1304,7 +1304,7 @@ def make_gloo(store: Any, rank: int, size: int, timeout: Any) -> Any:
 def accept_pinned_memory() -> None:
     """Let `empty_strided` on the CPU make ordinary memory where pinned memory is asked for.
 
-    The reducer of DistributedDataParallel asks for it in C++ if unused parameters are searched for, and a build without CUDA has
+    The reducer of DistributedDataParallel asks for it in C++ if it searches for unused parameters, and a build without CUDA has
     no pinned memory. Each `empty_strided` on the CPU then takes some microseconds more, so call this only if it is needed.
     """
 
@@ -1335,6 +1335,19 @@ def accept_pinned_memory() -> None:
 
 
 _libraries: list[torch.library.Library] = []
+
+
+def static_graph_patch(distributed: Any) -> tuple[Any, str, Any]:
+    """The patch (owner, name, value) for `DistributedDataParallel` with a static graph: the first backward searches, too."""
+    set_static_graph = distributed._set_static_graph
+
+    @wraps(set_static_graph)
+    def searching(self: Any) -> None:
+        if any(p.is_cuda for p in self.module.parameters()):
+            accept_pinned_memory()
+        set_static_graph(self)
+
+    return distributed, "_set_static_graph", searching
 
 
 class _LoggerWithoutTimes:

@@ -11,7 +11,7 @@ import torch
 
 from wooly.devices import NAME
 from wooly.facade.names import CUDA
-from wooly.torch_private import accept_pinned_memory, in_calling_thread, run_backward_patches
+from wooly.torch_private import accept_pinned_memory, in_calling_thread, run_backward_patches, static_graph_patch
 
 Patch = tuple[Any, str, Any]
 
@@ -26,6 +26,7 @@ def patches() -> Iterator[Patch]:
         yield (owner, name, _naming_cuda(in_calling_thread(run_backward)))
     distributed = torch.nn.parallel.DistributedDataParallel
     yield (distributed, "__init__", _searching(distributed.__init__))
+    yield static_graph_patch(distributed)
 
 
 def _naming_cuda(run_backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,11 +49,9 @@ def _searching(init: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the constructor of `DistributedDataParallel`, whose search for unused parameters asks for pinned memory."""
 
     @functools.wraps(init)
-    def searching(
-        self: Any, module: torch.nn.Module, *args: Any, find_unused_parameters: bool = False, **kwargs: Any
-    ) -> Any:
-        if find_unused_parameters and any(p.is_cuda for p in module.parameters()):
+    def searching(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        init(self, module, *args, **kwargs)
+        if self.find_unused_parameters and any(p.is_cuda for p in module.parameters()):
             accept_pinned_memory()
-        return init(self, module, *args, find_unused_parameters=find_unused_parameters, **kwargs)
 
     return searching

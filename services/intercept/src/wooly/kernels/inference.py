@@ -80,6 +80,7 @@ _WIDENED = frozenset({torch.float16, torch.bfloat16})
 #: Attention with the logarithms of its sums, which the CPU kernel computes in float64 for float64.
 _ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 _MULTI_HEAD = "aten._native_multi_head_attention.default"
+_WEIGHT_NORM = "aten._weight_norm_interface.default"
 
 #: Gradients whose meta kernels also make those that the argument `output_mask` does not ask for.
 _MASKED = frozenset({"aten.native_batch_norm_backward.default", "aten.batch_norm_backward.default"})
@@ -324,6 +325,8 @@ def _correct(
         fresh[0] = torch.empty_strided(iterated.shape, iterated.stride(), dtype=fresh[0].dtype, device=where)
     if facts.name == _ATTENTION and fresh[1] is not None:  # before torch 2.13, the meta kernel says float32
         fresh[1] = fresh[1].to(torch.float64 if call.args[0].dtype is torch.float64 else torch.float32)
+    if facts.name == _WEIGHT_NORM and fresh[1] is not None and fresh[1].dtype in _WIDENED:
+        fresh[1] = fresh[1].float()  # the meta kernel keeps float16, and then the gradient's kernel refuses the norm
     if facts.name == _MULTI_HEAD and not _given(facts, call, "need_weights", True):
         fresh[1] = None  # the meta kernel says an empty tensor
     if facts.name in _MASKED:
