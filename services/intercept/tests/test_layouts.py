@@ -66,6 +66,34 @@ def test_library_operator_result_has_strides_of_cpu(cuda, call):
         assert torch.equal(ours.cpu(), theirs)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, y, n: torch.copysign(x, n),
+        lambda x, y, n: x // n,
+        lambda x, y, n: x // y,
+        lambda x, y, n: torch.div(x, y, rounding_mode="floor"),
+        lambda x, y, n: x // 2,
+        lambda x, y, n: torch.complex(x, y.expand_as(x)),
+        lambda x, y, n: torch.polar(x, n),
+    ],
+)
+def test_elementwise_result_of_permuted_operands_has_strides_of_cpu(cuda, call):
+    x, y, n = torch.rand(4, 3, 2).permute(2, 1, 0), torch.rand(4, 3).t() + 1, torch.tensor(2.0)
+    ours, theirs = call(x.to(cuda), y.to(cuda), n.to(cuda)), call(x, y, n)
+    assert ours.stride() == theirs.stride()
+    assert torch.equal(ours.cpu(), theirs)
+
+
+def test_gradient_of_squared_error_is_contiguous_for_permuted_operands(cuda):
+    found = []
+    for where in ("cpu", cuda):
+        x, y = [torch.arange(12.0, device=where).reshape(3, 4).t().detach().requires_grad_() for _ in range(2)]
+        loss = F.mse_loss(x, y, reduction="none")
+        found.append([t.stride() for t in torch.autograd.grad(loss, (x, y), torch.ones(4, 3, device=where))])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("name", ["elu", "hardsigmoid", "hardswish", "hardtanh", "logit", "softplus", "silu", "gelu"])
 def test_activation_gradient_has_strides_of_cpu(cuda, name):
     function = getattr(F, name, None) or getattr(torch, name)

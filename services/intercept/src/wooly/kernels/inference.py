@@ -24,7 +24,13 @@ from wooly.torch_private import fake_results, neg_view, raw_device, suggested_fo
 #: Elementwise functions of two tensors whose meta kernels (written in Python) take the layout of the result from another operand
 #: than ATen's iterator.
 _ITERATED = frozenset(
-    f"aten.{name}_backward.default" for name in ("elu", "hardsigmoid", "hardswish", "hardtanh", "logit", "softplus")
+    {
+        *(
+            f"aten.{name}_backward.default"
+            for name in ("elu", "hardsigmoid", "hardswish", "hardtanh", "logit", "softplus")
+        ),
+        *("aten.copysign.Tensor", "aten.div.Tensor_mode", "aten.floor_divide.default"),
+    }
 )
 #: Operators that are inferred on the host, because their meta kernel gives another shape than the CPU kernel (oneDNN's workspace,
 #: unused statistics) or another layout (LAPACK's column-major matrices, MKL's order of axes), or because they have none.
@@ -89,7 +95,9 @@ _MASKED = frozenset({"aten.native_batch_norm_backward.default", "aten.batch_norm
 _NORMS = frozenset({"aten.native_layer_norm.default", "aten.native_group_norm.default"})
 
 #: Operators whose first result is contiguous on CPUs and GPUs. The meta kernels take the layout of an operand.
-_LAYER_NORMS = frozenset({"aten.native_layer_norm.default", "aten.native_layer_norm_backward.default"})
+_CONTIGUOUS = frozenset(
+    {"aten.native_layer_norm.default", "aten.native_layer_norm_backward.default", "aten.mse_loss_backward.default"}
+)
 
 
 class Inferences:
@@ -321,8 +329,10 @@ def _correct(
                 if t is not None and t.shape == w.shape:
                     t.as_strided_(w.shape, w.stride())
     if facts.name in _ITERATED and where == "meta" and fresh[0] is not None:
-        iterated = torch.add(*[a for a in args if isinstance(a, Tensor)])
-        fresh[0] = torch.empty_strided(iterated.shape, iterated.stride(), dtype=fresh[0].dtype, device=where)
+        iterated = [a for a in args if isinstance(a, Tensor)]
+        if len(iterated) == 2:  # else an operand is a number
+            layout = torch.add(*iterated)
+            fresh[0] = torch.empty_strided(layout.shape, layout.stride(), dtype=fresh[0].dtype, device=where)
     if facts.name == _ATTENTION and fresh[1] is not None:  # before torch 2.13, the meta kernel says float32
         fresh[1] = fresh[1].to(torch.float64 if call.args[0].dtype is torch.float64 else torch.float32)
     if facts.name == _WEIGHT_NORM and fresh[1] is not None and fresh[1].dtype in _WIDENED:
@@ -333,7 +343,7 @@ def _correct(
         at = facts.positions["output_mask"]
         mask = call.args[at] if at < len(call.args) else call.kwargs["output_mask"]
         fresh[:] = [t if wanted else None for t, wanted in zip(fresh, mask, strict=True)]
-    if facts.name in _LAYER_NORMS and fresh[0] is not None:
+    if facts.name in _CONTIGUOUS and fresh[0] is not None:
         fresh[0] = _in_format(fresh[0], torch.contiguous_format)
     if facts.name in _NORMS:
         fresh[1:] = [t if t is None else t.to(_statistics_dtype(call)) for t in fresh[1:]]

@@ -31,7 +31,10 @@ _COLUMN_MAJOR = {
 
 #: Operators that are inferred on the host if `out=` is resized, because meta kernels give another warning or another layout.
 RESIZED_ON_HOST = frozenset(
-    {"aten._fft_c2c.out", "aten._fft_r2c.out", "aten.cat.out", "aten.conj_physical.out", "aten.kthvalue.values"}
+    {
+        *("aten._fft_c2c.out", "aten._fft_r2c.out", "aten.cat.out", "aten.complex.out", "aten.conj_physical.out"),
+        *("aten.kthvalue.values", "aten.polar.out"),
+    }
 )
 
 #: Operators whose CPU kernels resize `out=` without the warning that their meta kernels give.
