@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import DistBackendError
 from wooly_wis.collectives import MAX_RANGES, REDUCIBLE, Reduction, What
 
 from wooly.devices import NAME
@@ -59,6 +60,7 @@ class DeviceGroup(PythonProcessGroup):  # type: ignore[misc] # the class is PyTo
         self._rank, self._size, self._carrier, self._host = rank, size, carrier, host
         self._batch: list[tuple[Tensor, int, bool]] | None = None
         self._group_name, self._description = "", "undefined"
+        self._destroyed = False
 
     # -- what PyTorch asks -------------------------------------------------------------------------------------------
 
@@ -115,6 +117,7 @@ class DeviceGroup(PythonProcessGroup):  # type: ignore[misc] # the class is PyTo
         return 0
 
     def shutdown(self) -> None:
+        self._destroyed = True
         self._carrier.leave()
 
     abort = shutdown
@@ -306,7 +309,7 @@ class DeviceGroup(PythonProcessGroup):  # type: ignore[misc] # the class is PyTo
             [(t, peer) for t, peer, sends in raw if not sends],
         )
         peers = [peer for _, peer in (*reads, *writes)]
-        self._carrier.carry(Work(What.EXCHANGE, [t for t, _ in reads], [t for t, _ in writes], peers=peers))
+        self._begin(Work(What.EXCHANGE, [t for t, _ in reads], [t for t, _ in writes], peers=peers))
 
     @contextlib.contextmanager
     def batched(self) -> Iterator[None]:
@@ -361,7 +364,20 @@ class DeviceGroup(PythonProcessGroup):  # type: ignore[misc] # the class is PyTo
         _check_dtypes([*reads, *writes])
         timeout = getattr(opts, "timeout", None)
         timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) and timeout.total_seconds() > 0 else None
-        self._carrier.carry(Work(what, reads, writes, timeout_s=timeout_s, **more))
+        self._begin(Work(what, reads, writes, timeout_s=timeout_s, **more))
+
+    def _begin(self, work: Work) -> None:
+        """Send this rank's part.
+
+        Raises:
+            DistBackendError: the group was destroyed. NCCL's group raises it, too.
+        """
+        if self._destroyed:
+            raise DistBackendError(
+                f"NCCL communicator was aborted: the process group {self._group_name or '(without a name)'} was destroyed, "
+                "and cannot be used any more"
+            )
+        self._carrier.carry(work)
 
     def _parts(self, flat: Tensor) -> list[Tensor]:
         """The equal parts of the ranks."""
