@@ -68,6 +68,14 @@ def test_operator_and_gradients_equal_cpu(cuda, name):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("shape", [(2, 0, 5, 8), (0, 2, 5, 8), (2, 2, 0, 8)])
+def test_attention_of_no_elements_is_empty(cuda, shape):
+    x = torch.randn(shape, device=cuda, requires_grad=True)
+    y = F.scaled_dot_product_attention(x, x, x)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == shape
+
+
 @pytest.mark.parametrize("name", ["rms_norm", "attention, mask with gradient", "smoothed labels"])
 def test_operator_forward_and_backward_are_one_instruction_each(cuda, recorded, name):
     function, shapes = CALLS[name]

@@ -52,6 +52,9 @@ call(
     "aten._ctc_loss.default", LOGITS, i([1, 2, -7], [2, FAR, -7]), (6, 5), (2, 1), ok=True
 )  # the operator ignores the padding
 call("aten._ctc_loss_backward.default", f(2), LOGITS, i([1, 2], [2, 4]), (6, 5), (2, 2), f(2), f(2, 6, 4), 0)
+for targets in (i(1).expand(6), i(1, 2, 3, 4, 1, 2)[::2]):
+    call("aten._ctc_loss.default", LOGITS, targets, (6, 5), (2, 1))
+    call("aten._ctc_loss_backward.default", f(2), LOGITS, targets, (6, 5), (2, 1), f(2), f(2, 6, 5), 0)
 for kind in (0, 1, 2):
     call("aten._masked_softmax.default", f(2, 3, 4, 4), f(2, 3, 4, 4).bool(), 3, kind, ok=True)
     call("aten._masked_softmax.default", f(2, 3, 4, 4), f(2, 1, 1, 4).bool(), 3, kind)

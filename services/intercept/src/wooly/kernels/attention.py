@@ -315,6 +315,8 @@ def attention(
         )
     if choice == _FLASH and needs and query.dtype is torch.float64 and math:
         choice = _MATH  # as on CUDA, whose fused kernels have no float64; only this one has second derivatives
+    if choice == _FLASH and not traced and not query.numel():
+        choice = _MATH  # the fused kernel divides by the number of heads
     if choice == _ERROR:
         raise RuntimeError(
             "No viable backend for scaled_dot_product_attention was found. This is likely due to turning off both the math "

@@ -10,6 +10,7 @@ from wooly_executor.runtime.guards.law import (
     Arguments,
     numbers_of,
     require,
+    require_contiguous,
     require_count,
     require_optional_count,
     require_range,
@@ -92,6 +93,8 @@ def _ctc_shapes(given: Arguments) -> None:
         targets.dim() == 1 or targets.shape[0] == t.shape[1],
         f"targets must have one row per sequence ({t.shape[1]})",
     )
+    if targets.dim() == 1:  # the kernel finds the first target of a sequence as if they were contiguous
+        require_contiguous("targets", targets)
 
 
 def _ctc_values(given: Arguments) -> None:
