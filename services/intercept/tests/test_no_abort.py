@@ -58,3 +58,10 @@ def test_wrapper_subclass_of_device_tensor_is_on_the_device(cuda, by_position):
     else:
         t = torch.Tensor._make_wrapper_subclass(Wrapper, (2,), dtype=torch.float32, device=device, requires_grad=True)
     assert t.device == device and t.requires_grad and raw_device(t).type == "wooly"
+
+
+def test_gradient_of_distances_between_no_rows_raises_instead_of_ending_the_process(cuda):
+    x = torch.zeros(0, 5, device=cuda, requires_grad=True)
+    torch.nn.functional.pdist(x).sum().backward()
+    with pytest.raises(RuntimeError, match="self must have at least 1 row"):
+        torch.cuda.synchronize()

@@ -79,6 +79,8 @@ class Trials:
         if facts.op.overloadpacket.__name__ in _NEVER_TRIED:
             return RuntimeError("not tried on the host")
         found = tensors_of(call)
+        if facts.op.overloadpacket.__name__.endswith("_backward") and not all(t.numel() for t in found):
+            return None  # some of these kernels divide by the size, and end the process
         kind = (facts.op, *[t.dtype for t in found], *map(_classes, call.args), *call.kwargs)
         known = kind in self._tried
         elements = sum([t.numel() for t in found])
