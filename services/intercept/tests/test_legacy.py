@@ -21,6 +21,26 @@ def test_tensor_type_makes_tensors_on_device(cuda, kind):
     assert torch.equal(make(t), t)
 
 
+def test_sparse_tensor_type_makes_sparse_tensors_on_device(cuda):
+    make, indices, values = (
+        torch.cuda.sparse.FloatTensor,
+        torch.tensor([[0, 2]], device=cuda),
+        torch.ones(2, device=cuda),
+    )
+    for t, shape in (
+        (make(indices, values), (3,)),
+        (make(indices, values, (4,)), (4,)),
+        (make(), (0,)),
+        (make(2, 3), (2, 3)),
+        (make(torch.Size([2])), (2,)),
+    ):
+        assert t.is_cuda and t.is_sparse and t.shape == shape and t.type() == "torch.cuda.sparse.FloatTensor"
+        assert isinstance(t, make) and not isinstance(t, torch.cuda.FloatTensor) and not isinstance(t.cpu(), make)
+    assert make(indices, values, (4,)).to_dense().tolist() == [1, 0, 1, 0]
+    assert make(indices, values.double()).dtype is torch.float64
+    assert not isinstance(values, make) and values.type(torch.cuda.sparse.HalfTensor).dtype is torch.float16
+
+
 def test_tensor_type_as_argument_of_type_converts_and_moves(cuda):
     x = torch.ones(2)
     for to in (torch.cuda.HalfTensor, "torch.cuda.HalfTensor"):
@@ -44,6 +64,9 @@ def test_tensor_type_as_argument_of_type_converts_and_moves(cuda):
             "expects device type: cuda but device type: cpu",
         ),
         (lambda: torch.set_default_tensor_type(torch.cuda.LongTensor), TypeError, "only floating-point types"),
+        (lambda: torch.set_default_tensor_type(torch.cuda.sparse.FloatTensor), TypeError, "only dense types"),
+        (lambda: torch.cuda.sparse.FloatTensor([2, 3]), TypeError, "only accepts sizes"),
+        (lambda: torch.cuda.sparse.FloatTensor(2, device="cpu"), RuntimeError, "but device type: cpu"),
     ],
 )
 def test_tensor_type_with_wrong_argument_raises(cuda, make, error, said):

@@ -1,4 +1,4 @@
-"""The old tensor types of `torch.cuda`, such as `torch.cuda.FloatTensor`.
+"""The old tensor types of `torch.cuda`, such as `torch.cuda.FloatTensor` and `torch.cuda.sparse.FloatTensor`.
 
 Programs call them to make tensors, pass them to `isinstance` and `Tensor.type`, and set one as the default type. In a build of
 PyTorch without CUDA, the types exist, but PyTorch refuses each use.
@@ -32,6 +32,18 @@ KINDS = {
 }
 
 
+def _device_of(device: Any) -> torch.device:
+    """The device of a new tensor.
+
+    Raises:
+        RuntimeError: `device` is no device of CUDA.
+    """
+    where = torch.device(CUDA) if device is None else torch.device(device)
+    if where.type != CUDA:
+        raise RuntimeError(f"legacy constructor expects device type: {CUDA} but device type: {where.type} was passed")
+    return where
+
+
 class TensorType(type):
     """The class of the tensor types. A tensor type has no instances of its own: calling it makes a `torch.Tensor`."""
 
@@ -45,7 +57,7 @@ class TensorType(type):
             isinstance(instance, torch.Tensor)
             and instance.is_cuda
             and instance.dtype is cls.dtype
-            and instance.layout is torch.strided
+            and instance.layout is cls.layout
         )
 
     def __call__(cls, *arguments: Any, device: Any = None) -> torch.Tensor:
@@ -54,11 +66,7 @@ class TensorType(type):
         Raises:
             TypeError: a tensor is of another type.
         """
-        where = torch.device(CUDA) if device is None else torch.device(device)
-        if where.type != CUDA:
-            raise RuntimeError(
-                f"legacy constructor expects device type: {CUDA} but device type: {where.type} was passed"
-            )
+        where = _device_of(device)
         if len(arguments) == 1 and not isinstance(arguments[0], (Integral, torch.Size)):
             data = arguments[0]
             if not isinstance(data, torch.Tensor):
@@ -69,7 +77,33 @@ class TensorType(type):
         return torch.empty(*(arguments or (0,)), dtype=cls.dtype, device=where)
 
     def __repr__(cls) -> str:
-        return f"<class 'torch.cuda.{cls.__name__}'>"
+        return f"<class '{cls.__module__}.{cls.__name__}'>"
+
+
+class SparseTensorType(TensorType):
+    """The class of the types of sparse tensors."""
+
+    is_sparse = True
+    layout = torch.sparse_coo
+
+    def __call__(cls, *arguments: Any, device: Any = None) -> torch.Tensor:
+        """Make a tensor from indices, values and, if given, its size, or an empty one from a size.
+
+        The dtype is that of the values, as in PyTorch, whatever the type is.
+
+        Raises:
+            TypeError: the size is a tuple or list.
+        """
+        where = _device_of(device)
+        if arguments and isinstance(arguments[0], torch.Tensor):
+            check = torch.sparse.check_sparse_tensor_invariants.is_enabled()  # without the warning that nobody chose
+            return torch.sparse_coo_tensor(*arguments, device=device, check_invariants=check)
+        if len(arguments) == 1 and isinstance(arguments[0], (tuple, list)) and not isinstance(arguments[0], torch.Size):
+            raise TypeError(
+                "torch.sparse.SparseTensor(sequence) only accepts sizes.  Please use torch.sparse_coo_tensor() or "
+                "construct a strided tensor and convert it to sparse via to_sparse."
+            )
+        return torch.empty(*(arguments or (0,)), dtype=cls.dtype, layout=torch.sparse_coo, device=where)
 
 
 def patches() -> Iterator[Patch]:
@@ -79,6 +113,9 @@ def patches() -> Iterator[Patch]:
         name = f"{kind}Tensor"
         types[dtype] = TensorType(name, (), {"dtype": dtype, "__module__": "torch.cuda"})
         yield (torch.cuda, name, types[dtype])
+        if hasattr(torch.cuda.sparse, name):
+            sparse = SparseTensorType(name, (), {"dtype": dtype, "__module__": "torch.cuda.sparse"})
+            yield (torch.cuda.sparse, name, sparse)
     real_type, real_default, real_new = torch.Tensor.type, torch.set_default_tensor_type, torch.Tensor.__new__
 
     def new(*of_class: Any, **kwargs: Any) -> Any:
@@ -109,6 +146,8 @@ def patches() -> Iterator[Patch]:
         if name.startswith("torch.cuda."):
             t = getattr(torch.cuda, name.removeprefix("torch.cuda."), None)
         if isinstance(t, TensorType):
+            if t.is_sparse:
+                raise TypeError("only dense types are supported as the default type")
             if not t.dtype.is_floating_point:
                 raise TypeError(f"only floating-point types are supported as the default type (got {t!r})")
             torch.set_default_dtype(t.dtype)
