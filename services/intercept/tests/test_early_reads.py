@@ -214,6 +214,22 @@ def test_failed_operation_is_reported_by_the_value_that_was_read_early(cuda):
     assert (table + 1).sum().item() == 10  # the session goes on
 
 
+def test_value_of_an_operand_that_was_read_early_and_then_freed_is_waited_for(cuda, frames):
+    """The client computes a value from an operand that it reads early, and that the open program frees."""
+    weight, found, is_early = torch.eye(768, device=cuda), [], []
+    for turn in range(12):
+        frames.clear()
+        x = (weight @ weight)[:2, :2].sum(0)
+        result = (x == 1).all()
+        is_early.append("READ" in frames)
+        if turn == 11:
+            del x
+        found.append(bool(result))
+        x = result = None
+    assert is_early[-1], is_early
+    assert found == [True] * 12
+
+
 def test_synchronizing_read_of_a_value_that_was_read_early_warns(cuda):
     x = torch.ones(4, device=cuda)
     try:
