@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from wooly.torch_private import fake_results
 from wooly_testkit import forks
 from wooly_testkit.executor import executor_process
 
@@ -132,3 +134,17 @@ def test_native_library_and_inline_sources_work_on_cuda(tmp_path):
     assert found["native"] == [0, 1, 3, 6, 10]
     assert found["inline"] == [[2, 2], [0, 2, 4, 6, 8]]
     assert found["cuda sources"].startswith("NotImplementedError") and "wooly" in found["cuda sources"]
+
+
+def test_kernel_of_torchaudio_does_not_run_with_values_that_are_not_there():
+    """PyTorch runs the kernels of this namespace with zeros if they have no fake kernel."""
+    calls = []
+    library = torch.library.Library("torchaudio", "FRAGMENT")
+    try:
+        library.define("test_first(Tensor x, Tensor n) -> Tensor")
+        library.impl("test_first", lambda x, n: calls.append(n) or x[: int(n)].clone(), "CPU")
+        first = torch.ops.torchaudio.test_first.default
+        assert fake_results(lambda fake: first(fake(torch.ones(3)), fake(torch.tensor(2)))) is None
+        assert not calls
+    finally:
+        library._destroy()

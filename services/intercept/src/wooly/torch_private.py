@@ -777,7 +777,9 @@ def fake_results(call: Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]) 
         *(UnsupportedOperatorException, DynamicOutputShapeException, DataDependentOutputException),
         NotImplementedError,
     )
-    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True), warnings.catch_warnings():
+    # Without `allow_fallback_kernels=False`, PyTorch runs the kernels of torchaudio's operators with zeros as values.
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True, allow_fallback_kernels=False)
+    with mode, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # on CUDA no fake kernel runs, so there is no warning
         try:
             result = call(fake)
