@@ -1,5 +1,8 @@
 """Worker processes that crash."""
 
+import resource
+from pathlib import Path
+
 import pytest
 from wooly_bus.worker import Limits, WorkerError, WorkerProcess
 
@@ -8,6 +11,8 @@ import os, sys
 from wooly_bus.worker import serve
 
 def answer(request):
+    if request["value"] == "large":
+        return bytes(300 << 20)[:3]
     if request["value"] == "fault":
         raise PermissionError(13, "Permission denied", "/nonexistent")
     if request["value"] not in request["fine"]:
@@ -43,6 +48,17 @@ def test_request_that_crashes_also_with_its_changes_fails(worker):
         worker.ask(asked, "a target", "a kernel")
     assert failed.value.retryable
     assert worker.ask(request("other", ["other"]), "a target", "a kernel") == b"other"
+
+
+def test_worker_is_not_bound_by_the_memory_that_was_free_when_it_started(worker):
+    """An executor lowers its own limit while other processes have the machine's memory, and a worker inherits it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    own = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (own + (200 << 20), hard))
+    try:
+        assert worker.ask(request("large", []), "a target", "a kernel") == bytes(3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def test_error_of_the_worker_itself_is_named_and_the_next_request_has_a_new_worker(worker):

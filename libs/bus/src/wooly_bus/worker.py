@@ -186,6 +186,9 @@ def serve(
     """
     noted = steps if steps is not None else []
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    # An executor's own limit is for what was free when it started this process.
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # the output of a compiler must not mix with answers
