@@ -71,6 +71,8 @@ MEMINFO = {"proc/meminfo": "MemTotal: 8388608 kB\nMemAvailable:    4194304 kB\nM
 
 def test_host_available_memory_is_the_least_of_the_machine_and_its_groups(machine):
     assert host.available(machine()) is None
+    swap = {"proc/meminfo": "MemAvailable: 1024 kB\nSwapTotal: 9 kB\nSwapFree: 512 kB"}
+    assert host.available(machine(**swap)) == 1536 << 10
     assert host.available(machine(**MEMINFO)) == 4 << 30
     groups = files(
         "0::/a/b", **{"a/memory.max": str(3 << 30), "a/memory.current": str(1 << 30), "a/b/memory.max": "max"}

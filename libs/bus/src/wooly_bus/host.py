@@ -59,10 +59,10 @@ def available(root: Path = Path("/")) -> int | None:
     Returns:
         The number of bytes; None if the system does not say it.
     """
-    told = re.search(r"^MemAvailable:\s*(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
-    if told is None:
+    told = dict(re.findall(r"^(MemAvailable|SwapFree):\s*(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE))
+    if "MemAvailable" not in told:
         return None
-    found = int(told[1]) << 10
+    found = sum(map(int, told.values())) << 10
     for group in _groups(root, "memory"):
         for limited, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             limit, usage = _number(group / limited), _number(group / used)
