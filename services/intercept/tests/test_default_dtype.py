@@ -80,3 +80,13 @@ def test_call_that_cannot_be_converted_raises_not_implemented_error(cuda, defaul
     default_dtype(torch.float64)
     with pytest.raises(NotImplementedError, match=r"default dtype is torch.float64.*convert the integers first"):
         torch.arange(3, device=cuda) / 7
+
+
+@pytest.mark.parametrize("number", [-1, 300])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.bool])
+def test_number_that_an_integer_dtype_lacks_stays_itself_where_results_are_fractions(cuda, dtype, number):
+    """uint8 would make 255 of -1, and refuse 300."""
+    for function in (torch.copysign, torch.xlogy, torch.special.xlog1py, torch.special.chebyshev_polynomial_t):
+        for x in (torch.tensor([1, 3]).to(dtype), torch.tensor(1).to(dtype)):
+            expected, found = function(x, number), function(x.to(cuda), number).cpu()
+            assert found.dtype == expected.dtype and torch.equal(found.nan_to_num(7), expected.nan_to_num(7))

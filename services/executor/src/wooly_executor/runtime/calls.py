@@ -344,6 +344,17 @@ _TAKES_NUMBERS = frozenset(
     for ending in ("", "_")
 )
 
+
+def _gives_fractions(op: OpOverload) -> bool:
+    """Whether an operator computes with floating point numbers whatever its operands are, and takes a number for a tensor."""
+    name = op.overloadpacket.__name__.rstrip("_")
+    return op.namespace == "aten" and (name in ("copysign", "xlogy") or name.startswith("special_"))
+
+
+def _is_fraction(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
 _SAMPLE = {ParamKind.F64: 1.0, ParamKind.I64: 1, ParamKind.C128: 1j, ParamKind.BOOL: True}
 
 
@@ -369,7 +380,9 @@ def typed_params(form: Form, call: LibraryCall) -> dict[int, torch.dtype]:
         value = by_name.get(argument.name)
         if isinstance(value, ParamRef) and value.index not in typed and "Tensor" in str(argument.type) and views:
             like = torch.empty((0,) * min(1, len(views[0].sizes)), dtype=TORCH_DTYPE[views[0].dtype])
-            typed[value.index] = torch.result_type(like, _SAMPLE[form.params[value.index]])
+            promoted = torch.result_type(like, _SAMPLE[form.params[value.index]])
+            # uint8 would make 255 of -1, and refuse 300
+            typed[value.index] = torch.int64 if _gives_fractions(call.op) and not _is_fraction(promoted) else promoted
     return typed
 
 
