@@ -143,7 +143,9 @@ async def test_constants_of_jobs_are_shared_with_sessions_of_the_tenant(rig, wis
                 report, results = await r.run(module, x=TWOS)
                 assert results == {"y0": THREES}
                 assert f"{fetched} bytes fetched, {shared} bytes shared" in report.reason
-                assert device.brought[r.session]  # names by which the router finds the device for the next such job
+                # The names by which the router finds the device for the next such job. A content that is not shared yet gets its
+                # name when it is hashed, which a short job does not wait for.
+                assert device.brought[r.session] or not shared
             client.close()
             device.wait_closed(tenant)
 
