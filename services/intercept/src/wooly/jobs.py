@@ -88,12 +88,8 @@ def read_module(path: Path) -> ModuleFile:
         if at != len(data):
             raise ControlError(f"{path} is damaged: it has bytes after the last constant; export the module again")
     except (OSError, WisError) as e:
-        script = path.suffix in (".py", ".ipynb", ".sh")
-        cure = (
-            f"; it looks like a program: `wooly run {path}` runs it, and `wooly export` makes a module"
-            if script
-            else ""
-        )
+        script = f"; it is a script: `wooly run {path}` runs it, and `wooly export` makes a module"
+        cure = script if path.suffix == ".py" else ""
         raise ControlError(f"cannot read the module {path}: {e}{cure}") from e
     return ModuleFile(raw, module, constants)
 

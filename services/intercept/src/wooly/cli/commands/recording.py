@@ -80,7 +80,7 @@ def record(
         def finish() -> str:
             nbytes = recording.end()
             where = f"{escape(str(output))} ({size(nbytes)})"
-            return f"recorded {recording.frames:,} frames in {escape(str(where))}: [bold]wooly replay[/] plays it"
+            return f"recorded {recording.frames:,} frames in {where}: [bold]wooly replay[/] plays it"
 
         return finish
 
