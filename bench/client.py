@@ -358,7 +358,7 @@ def bench_graph(repeat):
     yield row("client CPU per step, CUDA graph against eager", "ms", graphed, step, 0.1)
 
 
-def llama():
+def llama(positions=256):
     """Return a Llama (4 layers, hidden 256, vocabulary 1,000, random weights) here and on the device, a prompt, and a function
     that generates.
     """
@@ -371,7 +371,7 @@ def llama():
         intermediate_size=688,
         num_hidden_layers=4,
         num_attention_heads=8,
-        max_position_embeddings=256,
+        max_position_embeddings=positions,
     )
     local = LlamaForCausalLM(config).eval()
     ours = copy.deepcopy(local).to("cuda")
@@ -393,6 +393,21 @@ def bench_llama(repeat):
     a, b, spread = pair(lambda: generate(ours, there).cpu(), lambda: generate(local, prompt), repeat)
     yield row("Llama, 64 tokens", "ms/token", a / 64 * 1e3, b / 64 * 1e3, 2.5, spread=spread)
     yield row("Llama, client CPU", "ms/token", cpu, b / 64 * 1e3, 2.5)
+
+
+def bench_lengths(repeat):
+    """64 tokens, greedy, at lengths that neither the session nor the executor has seen: the programs of each token are new."""
+    local, ours, _, generate = llama(positions=4096)
+    prompts = [torch.randint(1000, (1, 80 * k)) for k in range(1, repeat + 2)]
+    there, here = [[prompt.to(where) for prompt in prompts] for where in ("cuda", "cpu")]
+    tokens, expected = [], []
+    a, b, spread = pair(
+        lambda: tokens.append(generate(ours, there[len(tokens)]).cpu()),
+        lambda: expected.append(generate(local, here[len(expected)])),
+        repeat,
+    )
+    assert all(map(torch.equal, tokens, expected)), "the tokens differ from the CPU's"
+    yield row("Llama, 64 tokens at new lengths", "ms/token", a / 64 * 1e3, b / 64 * 1e3, None, spread=spread)
 
 
 def bench_compiled(repeat):
@@ -652,6 +667,7 @@ BENCHES = {
     "loss": bench_loss,
     "graph": bench_graph,
     "llama": bench_llama,
+    "lengths": bench_lengths,
     "compiled": bench_compiled,
     "transfer": bench_transfer,
     "link": bench_link,  # this one and the next three attach to their own executors

@@ -549,8 +549,8 @@ def test_graphs_step_that_waits_splits_stretch(gpu, cpu, driver):
 
 
 def test_graphs_unknown_step_that_waits_is_found_by_failed_capture(gpu, cpu, driver, monkeypatch):
-    monkeypatch.setattr("wooly_executor.runtime.preparation.waits", lambda call, form: False)
-    monkeypatch.setattr("wooly_executor.runtime.preparation.fills_results", lambda *_, **__: True)
+    monkeypatch.setattr("wooly_executor.runtime.lowering.waits", lambda call, form: False)
+    monkeypatch.setattr("wooly_executor.runtime.lowering.fills_results", lambda *_, **__: True)
     program, params, contents = with_step_between(*HISTOGRAM)
     prepared = gpu.ready(program).prepared
     theirs = loop(cpu, cpu.ready(program).prepared, contents, params, 60)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from wooly_executor.runtime import preparation, prepared
+from wooly_executor.runtime import lowering, prepared
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.runtime.torch_private import zero_fill
 
@@ -203,7 +203,7 @@ def test_layers_results_do_not_depend_on_new_memory(layers):
 
 
 def test_unwritten_without_zeroing_finds_dependent_results(layers, monkeypatch):
-    monkeypatch.setattr(preparation, "fills_results", lambda *_, **__: True)  # turns the zeroing off
+    monkeypatch.setattr(lowering, "fills_results", lambda *_, **__: True)  # turns the zeroing off
     assert dependent(layers) >= {"aten._ctc_loss.default", "aten.mkldnn_rnn_layer.default"}
 
 

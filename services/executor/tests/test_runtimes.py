@@ -1,5 +1,6 @@
 """The prepared runtime against the reference, bit for bit: generated programs, and results that are difficult to adopt."""
 
+import copy
 import platform
 import time
 import warnings
@@ -13,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from wooly_executor.programs import ProgramStore
-from wooly_executor.runtime import adoption, preparation, segments
+from wooly_executor.runtime import adoption, lowering, preparation, segments
 from wooly_executor.runtime import prepared as prepared_programs
 from wooly_executor.runtime.bindings import BindingCheck
 from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, Buffer, as_view, bytes_of
@@ -189,18 +190,27 @@ def bodies(draw, wis):
     return body, params
 
 
-def execute(runtime, body, params=(), contents=None, times=2, pieces=1, every=0):
+def longer(body):
+    """Return the definition of another program with the same forms: it makes and frees one more buffer."""
+    more = copy.deepcopy(body)
+    return more.alloc("another", 8).free("another").raw
+
+
+def execute(runtime, body, params=(), contents=None, times=2, pieces=1, every=0, known=False):
     """Return the state after each run: the outcome, and size, bytes and poison of each buffer.
 
     With `pieces` above 1, a run stops at as many places, some of which have no steps between them. With `every`, edges are that
-    far apart.
+    far apart. With `known`, the forms are known from another program.
     """
     contents = contents or {}
     ids = {name: i for i, name in enumerate(body.names)}
     seen = []
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ready = ProgramStore(runtime).define(body.raw)
+        store = ProgramStore(runtime)
+        if known:
+            store.define(longer(body))
+        ready = store.define(body.raw)
         inner = range(every, len(body.body), every) if every else ()
         if every:
             ready.prepared.edges = inner
@@ -230,6 +240,7 @@ def agree(body, params=(), contents=None):
     prepared, reference = (execute(kind(), body, params, contents) for kind in RUNTIMES)
     assert prepared == reference and prepared[0] == prepared[1]
     assert all(execute(kind(), body, params, contents, pieces=3) == prepared for kind in RUNTIMES)
+    assert execute(TorchCpuRuntime(), body, params, contents, known=True) == prepared
     for pieces in (1, 3):
         for hot in execute(TorchCpuRuntime(hot=2), body, params, contents, times=3, pieces=pieces):
             same_but_for_what_a_failure_loses(hot, prepared[0])
@@ -260,6 +271,24 @@ def same_but_for_what_a_failure_loses(hot, expected):
 def test_generated_programs_match_reference(wis, data):
     body, params = data.draw(bodies(wis))
     agree(body, params)
+
+
+def test_known_forms_are_lowered_once(wis, monkeypatch):
+    v, looked_up = wis.at(DType.F32, 4), []
+    library_call = lowering.library_call
+    monkeypatch.setattr(
+        lowering, "library_call", lambda form: looked_up.append(form.attr("name")) or library_call(form)
+    )
+    body = wis.body().alloc("y", 16).call("aten.exp.default", ("in", "x", v), ("out", "y", v))
+    body.alloc("z", 16).call("aten.exp.default", ("in", "y", v), ("out", "z", v))
+    store = ProgramStore(TorchCpuRuntime())
+    ready = store.define(body.raw)
+    assert looked_up == ["aten.exp.default"]
+    assert store.define(longer(body)) is not ready
+    assert looked_up == ["aten.exp.default"]
+    body.alloc("last", 16).call("aten.sin.default", ("in", "z", v), ("out", "last", v))
+    store.define(body.raw)
+    assert looked_up == ["aten.exp.default", "aten.sin.default"]
 
 
 def test_hot_program_steps_are_combined(wis):

@@ -1,9 +1,14 @@
 """Strides of results equal the CPU's. The order of later sums depends on the strides, and so do the bits of their results."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
+from wooly_testkit.effort import examples
 
 
 def steps(t):
@@ -153,4 +158,43 @@ def test_layer_norm_gradient_is_contiguous_for_permuted_gradient(cuda):
         norm = F.layer_norm(x, (8,), torch.ones(8, device=where))
         (inner,) = torch.autograd.grad(norm, x, torch.randn(2, 8, 5, 5).to(where).permute(0, 2, 3, 1))
         found.append((inner.stride(), inner.tolist()))
+    assert found[0] == found[1]
+
+
+@st.composite
+def parts(draw):
+    """Tensors for `cat`, most of which fit, and a dimension."""
+    n = draw(st.integers(0, 5))
+    sizes, dim = draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)), draw(st.integers(-n, max(n - 1, 0)))
+    found = []
+    for _ in range(draw(st.integers(1, 3))):
+        shape = list(sizes)
+        if n:
+            shape[dim] = draw(st.integers(0, 3))
+        order = draw(st.permutations(range(n)))
+        dtype = draw(st.sampled_from([torch.float32] * 6 + [torch.int64, torch.complex64]))
+        t = (
+            torch.arange(math.prod(shape))
+            .reshape([shape[k] for k in order])
+            .permute([order.index(k) for k in range(n)])
+        )
+        found.append(draw(st.sampled_from([t.to(dtype)] * 9 + [torch.zeros(0), torch.zeros(2, 2)])))
+    if draw(st.integers(0, 4)) == 0 and n in (4, 5):
+        layout = torch.channels_last if n == 4 else torch.channels_last_3d
+        found = [t.contiguous(memory_format=layout) if t.dim() == n else t for t in found]
+    return found, dim
+
+
+@given(joined=parts())
+@settings(max_examples=examples(200, 2000), deadline=None, derandomize=True)
+def test_joined_tensors_have_layout_of_cpu(cuda, joined):
+    tensors, dim = joined
+    found = []
+    for where in ("cpu", cuda):
+        try:
+            whole = torch.cat([t.to(where) for t in tensors], dim)
+        except (RuntimeError, IndexError) as e:
+            found.append(type(e))
+        else:
+            found.append((whole.shape, whole.stride(), whole.dtype, whole.tolist()))
     assert found[0] == found[1]

@@ -105,7 +105,7 @@ class ReferenceRuntime(TorchCpuRuntime):
     def settle(self) -> None:
         """Nothing is in flight when a run returns."""
 
-    def prepare(self, program: Program, facts: ProgramFacts) -> Any:
+    def prepare(self, program: Program, facts: ProgramFacts, notes: Sequence[dict[str, Any]] = ()) -> Any:
         """Check for unknown operators and for instructions that exceed the limits. Nothing is prepared or split."""
         Bounds(self.bounds.limits.whole()).pieces(program)
         for form in program.forms:
@@ -233,7 +233,9 @@ class ReferenceRuntime(TorchCpuRuntime):
                 check_size(operands[k], operand.view.sizes)
         if not results:
             return
-        value = fresh_results(library.op, lambda v: v)(value)
+        fresh = fresh_results(library.op)
+        if fresh is not None:
+            value = [value[i] for i in fresh]
         flat = list(value) if isinstance(value, (list, tuple)) else [value]
         if form.operands[results[0]].view is None:
             if not all(t is None or isinstance(t, Tensor) for t in flat):

@@ -48,7 +48,7 @@ PROGRAM_BYTES = 4096
 INSTRUCTION_BYTES = 1024
 REFERENCE_BYTES = 400
 KERNEL_BYTES = 1536
-FORM_BYTES = 512
+FORM_BYTES = 1792
 NODE_BYTES = 320
 _NO_SOURCES: Mapping[bytes, Source] = MappingProxyType({})
 
@@ -153,12 +153,14 @@ class _Known(NamedTuple):
         ends: bytes that the buffer of each operand must have.
         ns: expected time of an instruction of this form.
         nodes: number of its operands and values.
+        notes: what the runtime has found out about the form.
     """
 
     form: Form
     ends: tuple[int, ...]
     ns: int
     nodes: int
+    notes: dict[str, Any]
 
     @property
     def held(self) -> int:
@@ -291,7 +293,7 @@ class ProgramStore:
             pause()
             with self._lock:  # for each kernel separately, because the device's thread needs the lock, too
                 kernels.append(self._runtime.foreign.kernel(sources[launch.source], launch, form, author.tenant))
-        prepared = self._runtime.prepare(program, facts)
+        prepared = self._runtime.prepare(program, facts, [k.notes for k in known])
         estimate = Estimate(program, [k.ns for k in known], prepared.pieces, self._rates)
         prepared.edges = estimate.cut.edges
         survey = _survey(program, facts)
@@ -384,7 +386,7 @@ class ProgramStore:
         form = decode_form(raw)
         _check_references(form)
         ends = Verifier(remember=0).verify_form(form)
-        known = _Known(form, ends, instruction_ns(form, self._rates), nodes_of(form))
+        known = _Known(form, ends, instruction_ns(form, self._rates), nodes_of(form), {})
         with self._lock:
             self._forms[raw] = known
             self._forms_held += known.held

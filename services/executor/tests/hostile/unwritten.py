@@ -27,7 +27,7 @@ from corpus import collected
 from mutants import Corpus, mutant
 from patterns import PATTERNS, junk
 from trial import Trials
-from wooly_executor.runtime import preparation
+from wooly_executor.runtime import lowering
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 
 HERE = Path(__file__).parent
@@ -126,7 +126,7 @@ class Child:
 def work(path, pattern, trusting):
     """Answer the jobs on standard input, one JSON object per line."""
     if trusting:
-        preparation.fills_results = lambda *_, **__: True
+        lowering.fills_results = lambda *_, **__: True
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
     nowhere = os.open(os.devnull, os.O_WRONLY)

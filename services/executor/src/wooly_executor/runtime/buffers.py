@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from wooly_wis.dtypes import DType
 from wooly_wis.program import View
 
+from wooly_executor.errors import OperationError
 from wooly_executor.runtime.torch_private import reinterpret
+
+#: Maximum number of views that are remembered.
+VIEWS_KEPT = 1 << 16
 
 TORCH_DTYPE: dict[DType, torch.dtype] = {
     DType.BOOL: torch.bool,
@@ -86,3 +92,19 @@ def as_view(base: Tensor, view: View) -> Tensor:
 def bytes_of(base: Tensor, offset: int, nbytes: int) -> Tensor:
     """Return the memory of a buffer as a tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=base.device).set_(base.untyped_storage(), offset, (nbytes,), (1,))
+
+
+def required_view(view: View | None) -> View:
+    """Return the first view that is equal to `view`. A run compares views by identity (see `bindings.gathering`).
+
+    Raises:
+        OperationError: there is no view.
+    """
+    if view is None:
+        raise OperationError("an operand has no view, but the instruction needs its shape; give the operand a view")
+    return _interned(view)
+
+
+@functools.lru_cache(VIEWS_KEPT)
+def _interned(view: View) -> View:
+    return view

@@ -419,11 +419,15 @@ def returns_one_tensor(op: OpOverload) -> bool:
     return len(returns) == 1 and str(returns[0].type) == "Tensor"
 
 
-def fresh_results(op: OpOverload, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `call` without the results that are aliases of arguments (an operator may write one tensor and return another)."""
-    fresh = [i for i, r in enumerate(schema_of(op).returns) if r.alias_info is None]
-    if len(fresh) == len(schema_of(op).returns):
-        return call
+def fresh_results(op: OpOverload) -> tuple[int, ...] | None:
+    """Return which values that an operator returns are new results; None: all. The others are aliases of arguments."""
+    returns = schema_of(op).returns
+    fresh = tuple([i for i, r in enumerate(returns) if r.alias_info is None])
+    return None if len(fresh) == len(returns) else fresh
+
+
+def only(call: Callable[..., Any], fresh: tuple[int, ...]) -> Callable[..., Any]:
+    """Return `call` with only some of its results (see `fresh_results`)."""
 
     def run(f: Any) -> Any:
         result = call(f)

@@ -201,7 +201,7 @@ class StepExecution:
             self._frame.bindings,
             self.outcome.error,
         )
-        lost = {slot for writes in prepared.writes[act:] for slot in writes}
+        lost = {slot for later in prepared.acts[act:] for slot in later.writes()}
         for slot in lost:
             buffer = buffers.get(bindings[slot])
             if buffer is not None:

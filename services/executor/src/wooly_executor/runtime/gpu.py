@@ -526,9 +526,9 @@ class GpuRuntime(TorchRuntime):
             self.graphs.mark(prepared)
         super().heat(prepared)
 
-    def prepare(self, program: Program, facts: ProgramFacts) -> PreparedProgram:
+    def prepare(self, program: Program, facts: ProgramFacts, notes: Sequence[dict[str, Any]] = ()) -> PreparedProgram:
         """See `Runtime.prepare`."""
-        prepared: PreparedProgram = super().prepare(program, facts)
+        prepared: PreparedProgram = super().prepare(program, facts, notes)
         self._add_status_words(prepared, [])
         return prepared
 

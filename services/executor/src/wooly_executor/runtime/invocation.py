@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -188,19 +188,45 @@ def with_flags(call: Callable[[Frame], Any], flags: Iterable[str]) -> Callable[[
     return run
 
 
-def calling(
-    form: Form, library: LibraryCall, registers: dict[int, int], first_param: int, device: TorchDevice
-) -> Callable[[Frame], Any]:
-    """Return a function of the frame that calls the operator, with as little work per call as the arguments allow."""
+class Calling(NamedTuple):
+    """How to call an operator, apart from the registers of its operands.
+
+    Attributes:
+        function: what to call.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+        typed: params that become 0-dimensional tensors.
+        plain: number of leading arguments that are operands, if all other arguments are constants; otherwise 0.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    typed: dict[int, torch.dtype]
+    plain: int
+
+
+def calling_of(form: Form, library: LibraryCall) -> Calling:
+    """Return how to call an operator."""
     op, args, kwargs = library.op, library.args, library.kwargs
-    fn = library.instead or FAST.get(str(op)) or function_of(op)
-    typed = typed_params(form, library)
+    function = library.instead or FAST.get(str(op)) or function_of(op)
+    typed, n = typed_params(form, library), 0
     if not any(refers(v) for _, v in kwargs) and not typed:
-        n = 0
         while n < len(args) and isinstance(args[n], OperandRef):
             n += 1
-        if n and not any(refers(a) for a in args[n:]):
-            return _plain_call(fn, [registers[a.index] for a in args[:n]], args[n:], kwargs)
+        if any(refers(a) for a in args[n:]):
+            n = 0
+    if n:
+        args = (*args[:n], *map(constant_tree, args[n:]))
+        kwargs = tuple([(k, constant_tree(v)) for k, v in kwargs])
+    return Calling(function, args, kwargs, typed, n)
+
+
+def calling(how: Calling, registers: dict[int, int], first_param: int, device: TorchDevice) -> Callable[[Frame], Any]:
+    """Return a function of the frame that calls the operator, with as little work per call as the arguments allow."""
+    fn, args, kwargs, typed, n = how
+    if n:
+        return _plain_call(fn, [registers[a.index] for a in args[:n]], args[n:], dict(kwargs))
     fills = [filler(a, registers, first_param, typed, device.named) for a in args]
     named = [(k, filler(v, registers, first_param, typed, device.named)) for k, v in kwargs]
     if len(fills) == 2 and not named:
@@ -220,10 +246,8 @@ def calling(
 
 
 def _plain_call(
-    fn: Callable[..., Any], operands: list[int], rest: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
+    fn: Callable[..., Any], operands: list[int], tail: tuple[Any, ...], named: dict[str, Any]
 ) -> Callable[[Frame], Any]:
-    tail = [constant_tree(a) for a in rest]
-    named = {k: constant_tree(v) for k, v in kwargs}
     if named:
         return lambda f: fn(*[f.registers[i] for i in operands], *tail, **named)
     if len(operands) == 1:

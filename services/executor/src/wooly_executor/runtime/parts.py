@@ -15,7 +15,7 @@ from wooly_executor.runtime.calls import LibraryCall, filler, library_call
 from wooly_executor.runtime.device import TorchDevice
 from wooly_executor.runtime.frame import Frame, Step
 from wooly_executor.runtime.guards import guarded
-from wooly_executor.runtime.invocation import calling, flagged
+from wooly_executor.runtime.invocation import calling, calling_of, flagged
 from wooly_executor.runtime.torch_private import OpOverload, schema_of
 
 
@@ -43,11 +43,11 @@ def part_of(
         return fill
     library = guarded(device.library(library_call(form), form), form)
     if form.operands[result].role is not Role.OUT:
-        return flagged(calling(form, library, parts, first_param, device), form, library, device)
+        return flagged(calling(calling_of(form, library), parts, first_param, device), form, library, device)
     into = _into(library, result) if TABLE[form.opcode].family in (Family.POINTWISE, Family.REDUCTION) else None
     if into is not None:
-        return calling(form, into, parts, first_param, device)
-    call = flagged(calling(form, library, parts, first_param, device), form, library, device)
+        return calling(calling_of(form, into), parts, first_param, device)
+    call = flagged(calling(calling_of(form, library), parts, first_param, device), form, library, device)
 
     def kept(f: Frame) -> None:
         t = call(f)

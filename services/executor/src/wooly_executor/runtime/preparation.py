@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,47 +14,31 @@ from wooly_wis.dtypes import DType
 from wooly_wis.foreign import OPCODE, launch_of
 from wooly_wis.optable import result_operands
 from wooly_wis.pauses import pause
-from wooly_wis.program import Form, ParamRef, Program, Role, View
+from wooly_wis.program import Form, Program, Role, View
 from wooly_wis.verifier import ProgramFacts
 
 from wooly_executor.bounds import WHOLE, Pieces
 from wooly_executor.bounds.division import Piece
 from wooly_executor.errors import OperationError, PoisonedError
 from wooly_executor.runtime.adoption import Layout, adopt_dynamic, adopted, fits, fits_places, put
-from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, as_view
-from wooly_executor.runtime.calls import (
-    LibraryCall,
-    asks_grad_mode,
-    filler,
-    fresh_results,
-    gradients_of,
-    library_call,
-    out_of_place,
-    readings,
-    refers,
-    returns_one_tensor,
-    typed_params,
-)
+from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, as_view, required_view
+from wooly_executor.runtime.calls import LibraryCall, filler, only, out_of_place, refers
 from wooly_executor.runtime.device import HOST, MAPPED_FROM, TorchDevice
 from wooly_executor.runtime.foreign import Foreign, arguments_of
 from wooly_executor.runtime.frame import Frame, Step
-from wooly_executor.runtime.fresh_memory import fills_results
 from wooly_executor.runtime.gpu_attention import Attention
-from wooly_executor.runtime.gpu_ranges import word_of
-from wooly_executor.runtime.guards import guarded, looks_at_values
 from wooly_executor.runtime.invocation import (
     calling,
     deterministic,
     differentiated,
-    flagged,
     seeded,
-    settings_of,
+    with_flags,
     with_size_check,
 )
-from wooly_executor.runtime.one_thread import Threads, choice, choice_of_copy, on_one_thread
+from wooly_executor.runtime.lowering import Lowered, lowered
+from wooly_executor.runtime.one_thread import Threads, choice_of_copy, on_one_thread
 from wooly_executor.runtime.parts import on_part, part_of
 from wooly_executor.runtime.prepared import Act, Launch, PreparedProgram
-from wooly_executor.runtime.products import SplitProduct
 from wooly_executor.runtime.segments import (
     Free,
     Gather,
@@ -68,11 +51,7 @@ from wooly_executor.runtime.segments import (
     memory_name,
     register_name,
 )
-from wooly_executor.runtime.synchronising import waits
-from wooly_executor.runtime.torch_private import schema_of
 
-#: Maximum number of views that are remembered.
-VIEWS_KEPT = 1 << 16
 _COPY = torch.ops.aten.copy_.default
 _FILL = torch.ops.aten.fill_.Scalar
 
@@ -122,7 +101,8 @@ class _Preparation:
         #: For each step, the number of its piece within its instruction.
         self._within: list[int] = []
         self._piece = 0
-        self._register_of: dict[tuple[int, View], int] = {}
+        #: By slot and the identity of the view: equal views are one object (`required_view`).
+        self._register_of: dict[tuple[int, int], int] = {}
         self._registers_of: dict[int, list[int]] = {}
         self._adopted: dict[int, tuple[int, View]] = {}
         self._based: dict[int, torch.dtype] = {}
@@ -149,7 +129,6 @@ class _Preparation:
                 else:
                     self._instruction(i, act)
             out.owner += [i] * (len(out.steps) - len(out.owner))
-            out.writes.append(act.writes())
             place = max(place, act.at)
             places.append(place)
         self._free(freed)
@@ -207,14 +186,14 @@ class _Preparation:
 
     def _new_view_register(self, slot: int, view: View) -> int:
         """Allocate a register for this view."""
-        register = self._register_of[slot, view] = self._new_register(slot)
+        register = self._register_of[slot, id(view)] = self._new_register(slot)
         self._registers_of.setdefault(slot, []).append(register)
         return register
 
     def _operand(self, slot: int, view: View) -> int:
         """Return the register of this view. For a new view, add a step that fills the register."""
         pause()
-        known = self._register_of.get((slot, view))
+        known = self._register_of.get((slot, id(view)))
         if known is not None:
             return known
         register = self._new_view_register(slot, view)
@@ -283,7 +262,7 @@ class _Preparation:
             elif slot in self._based:
                 registers.append((False, slot))
             else:
-                registers.append((True, self._operand(slot, _required_view(views.get(slot)))))
+                registers.append((True, self._operand(slot, required_view(views.get(slot)))))
         kernel, clock = launch.run, time.thread_time_ns
         if not self._device.host:  # the marks around a kernel measure its time
 
@@ -318,7 +297,7 @@ class _Preparation:
         elif pieces is not None:
             self._divided(form, slots, pieces)
         elif form.opcode == "copy":
-            source, target = [_required_view(o.view) for o in form.operands]
+            source, target = [required_view(o.view) for o in form.operands]
             src, dst = self._operand(slots[0], source), self._operand(slots[1], target)
 
             def copy(f: Frame) -> None:
@@ -326,7 +305,7 @@ class _Preparation:
 
             self._write(copy, target, Write(_COPY, (dst, src)))
         elif form.opcode == "fill":
-            target = _required_view(form.operands[0].view)
+            target = required_view(form.operands[0].view)
             to = self._operand(slots[0], target)
             number = form.attr("value")
             value = filler(number, {}, self._first_param, {})
@@ -340,7 +319,7 @@ class _Preparation:
         elif form.opcode == "sleep":
             self._sleep(form)
         else:
-            self._compute(form, slots, self._out_of_place.get(i))
+            self._compute(act, self._out_of_place.get(i))
 
     def _pieces_of(self, act: Act) -> tuple[Piece, ...] | None:
         """Return the pieces of an instruction that is split, or None if a plan replaces the instruction."""
@@ -353,12 +332,12 @@ class _Preparation:
         """Add one step per piece of an instruction. A run may stop between them."""
         result = len(slots) - 1 if form.opcode in ("copy", "fill") else result_operands(form)[0]
         registers = {
-            k: self._operand(s, _required_view(o.view))
+            k: self._operand(s, required_view(o.view))
             for k, (s, o) in enumerate(zip(slots, form.operands, strict=True))
             if k != result or o.role is not Role.OUT
         }
         if result not in registers:
-            registers[result] = self._destination(slots[result], _required_view(form.operands[result].view))
+            registers[result] = self._destination(slots[result], required_view(form.operands[result].view))
         parts = {k: self._new_register(slots[k]) for k in registers}
         call = part_of(form, result, parts, self._first_param, self._device)
         for k, piece in enumerate(pieces):
@@ -385,7 +364,7 @@ class _Preparation:
 
     def _foreign_launch(self, form: Form, slots: tuple[int, ...]) -> None:
         """Add a step that launches a foreign kernel on the memory that its operands show."""
-        views = [_required_view(o.view) for o in form.operands]
+        views = [required_view(o.view) for o in form.operands]
         registers = [(self._operand(s, v), v.numel * v.dtype.itemsize) for s, v in zip(slots, views, strict=True)]
         kernel, arguments = self._foreign.known(form), arguments_of(form)
         writable = [o.role is not Role.IN for o in form.operands]
@@ -476,100 +455,74 @@ class _Preparation:
 
         self._step(free, Free(tuple(registers), tuple(based), held))
 
-    def _compute(self, form: Form, slots: tuple[int, ...], anew: tuple[int, LibraryCall] | None) -> None:
-        out, library = anew or (None, library_call(form))
-        library = self._device.library(library, form)
-        gradients = gradients_of(form)
-        threads = choice(library, form) if self._device.host and gradients is None else Threads.ANY
-        covers = fills_results(library.op, form, host=self._device.host) or getattr(
-            library.instead, "writes_all", False
-        )
-        word = word_of(library)
-        if word is not None:
-            self.out.words.append((self._act, word))
-        library = guarded(library, form)
-        waiting = looks_at_values(library) or waits(library, form)
-        registers: dict[int, int] = {}
-        results: list[int] = []
-        for k, operand in enumerate(form.operands):
-            if operand.role is Role.OUT or k == out:
-                results.append(k)
-            else:
-                registers[k] = self._operand(slots[k], _required_view(operand.view))
-        for k, view in readings(form):
-            registers[k] = self._read(view, registers[k], slots[k])
+    def _compute(self, act: Act, anew: tuple[int, LibraryCall] | None) -> None:
+        form, slots, device = act.form, act.slots, self._device
+        known = lowered(form, device, act.notes, anew)
+        gradients, library, waiting = known.gradients, known.library, known.waiting
+        if known.word is not None:
+            self.out.words.append((self._act, known.word))
+        registers = {k: self._operand(slots[k], view) for k, view in known.operands}
+        for k, reading in known.readings:
+            registers[k] = self._read(reading, registers[k], slots[k])
         operands = list(registers.values())
         if gradients is not None:  # each operand gets its own register, even if two operands are the same tensor
             registers = {k: self._new_register(slots[k]) for k in registers}
-        called = calling(form, library, registers, self._first_param, self._device)
-        call = flagged(called, form, library, self._device)
-        if threads is Threads.ONE:
+        call = calling(known.calling, registers, self._first_param, device)
+        if known.flags:
+            call = with_flags(call, known.flags)
+        if known.threads is Threads.ONE:
             call = on_one_thread(call)
-        if form.attr("deterministic"):
+        if known.deterministic:
             call = deterministic(call)
-        invoke = self._traced(form, library, registers, threads) if gradients is None else None
-        if waiting and not self._device.host:  # a segment with such a step could not be captured
-            invoke = None
-        if any(a.is_out for a in schema_of(library.op).arguments):
-            written = [(r, form.operands[k]) for k, r in registers.items() if form.operands[k].role is Role.INOUT]
-            call = with_size_check(call, [(r, _required_view(o.view).sizes) for r, o in written])
-        rng = form.attr("rng")
-        if isinstance(rng, tuple):
+        invoke = None
+        if known.trace is not None and (device.host or not waiting):  # on a GPU, such a step could not be captured
+            invoke = self._traced(form, known, registers)
+        if known.sized is not None:
+            call = with_size_check(call, [(registers[k], sizes) for k, sizes in known.sized])
+        if known.rng is not None:
             waiting = True  # the host seeds the generator
-            call = seeded(call, [self._first_param + r.index for r in rng if isinstance(r, ParamRef)], self._device)
-        if gradients is None and not covers:
-            writes = [a for a in schema_of(library.op).arguments if a.alias_info is not None and a.alias_info.is_write]
-            plain, call = call, self._device.on_zeros(call, repeatable=all(a.is_out for a in writes))
+            call = seeded(call, [self._first_param + k for k in known.rng], device)
+        if gradients is None and not known.covers:
+            plain, call = call, device.on_zeros(call, repeatable=known.repeatable)
             waiting = waiting or call is not plain  # the host looks at the pool of zeroed memory
+        outs = None if known.views is None else [(slots[k], v) for k, v in zip(known.results, known.views, strict=True)]
         if gradients is not None:
             waiting = True
-            outs = [(slots[k], _required_view(form.operands[k].view)) for k in results]
+            assert outs is not None
             # The flags must hold during the backward pass, too, which is not a part of `call`.
-            both = differentiated(call, operands, list(registers.values()), gradients)
-            call = flagged(both, form, library, self._device)
-            self._results(self._device.on_zeros(call), outs, single=False)
-        elif not results:
+            call = differentiated(call, operands, list(registers.values()), gradients)
+            if known.flags:
+                call = with_flags(call, known.flags)
+            self._results(device.on_zeros(call), outs, single=False)
+        elif not known.results:
             self._step(call, invoke)  # the result of an in-place operator is its argument
-        elif any(form.operands[k].view is None for k in results):
+        elif outs is None:
             waiting = True
-            self._dynamic(call, [slots[k] for k in results])
+            self._dynamic(call, [slots[k] for k in known.results])
         else:
-            outs = [(slots[k], _required_view(form.operands[k].view)) for k in results]
             if isinstance(library.instead, Attention):
-                library.instead.logs_read = not self._is_unread(slots[results[1]])
-            self._results(fresh_results(library.op, call), outs, returns_one_tensor(library.op), invoke)
+                library.instead.logs_read = not self._is_unread(slots[known.results[1]])
+            if known.fresh is not None:
+                call = only(call, known.fresh)
+            if invoke is not None and known.trace is not None and known.trace.returns not in (None, len(outs)):
+                invoke = None
+            self._results(call, outs, known.single, invoke)
         if waiting:
             self._mark_uncapturable()
 
-    def _traced(self, form: Form, library: LibraryCall, registers: dict[int, int], threads: Threads) -> Invoke | None:
-        """Describe the call for `segments`; None if the step is more than a call."""
-        schema = schema_of(library.op)
-        if form.attr("rng") is not None or form.attr("deterministic"):
-            return None
-        if asks_grad_mode(library.op) or not (library.instead is None or isinstance(library.instead, SplitProduct)):
-            return None
-        if library.op.namespace != "aten":
-            return None
-        if any(a.is_out for a in schema.arguments):
-            # The size of `out=` must not change from run to run, and LAPACK may leave `out=` conjugated.
-            views = [o.view for o in form.operands]
-            if form.params or any(v is not None and v.dtype.kind == "complex" for v in views):
-                return None
-        typed = typed_params(form, library)
-        zeros = not fills_results(library.op, form, host=self._device.host)
-        if zeros and not self._device.host:
-            return None
-        flags = settings_of(form, library, self._device)
+    def _traced(self, form: Form, known: Lowered, registers: dict[int, int]) -> Invoke:
+        """Describe the call for `segments`."""
+        assert known.trace is not None
         return Invoke(
-            library,
+            known.library,
             registers,
             self._first_param,
             form.params,
-            typed,
+            known.calling.typed,
             self._device.named,
-            zeros=zeros,
-            flags=flags,
-            threads=threads,
+            zeros=known.trace.zeros,
+            flags=known.flags,
+            threads=known.threads,
         )
 
     def _read(self, view: Callable[[Tensor], Tensor], source: int, slot: int) -> int:
@@ -628,10 +581,7 @@ class _Preparation:
             unread.append(fresh and self._is_unread(slot))
         trusted = [Layout.SAME if yes else Layout.UNKNOWN for yes in unread]
         if invoke is not None:
-            returned = [r for r in schema_of(invoke.call.op).returns if r.alias_info is None]
-            if not all(fresh for _, _, fresh in targets) or (
-                len(returned) != len(targets) and [str(r.type) for r in returned] != ["List[Tensor]"]
-            ):
+            if not all(fresh for _, _, fresh in targets):
                 invoke = None
             else:
                 invoke.results = tuple([register for register, _, _ in targets])
@@ -701,15 +651,3 @@ class _Preparation:
 
 def _review(register: int, source: str, view: View, dtype: DType) -> Review | None:
     return Review(register, source, view) if view.dtype is dtype else None
-
-
-def _required_view(view: View | None) -> View:
-    if view is None:
-        raise OperationError("an operand has no view, but the instruction needs its shape; give the operand a view")
-    return _interned(view)
-
-
-@functools.lru_cache(VIEWS_KEPT)
-def _interned(view: View) -> View:
-    """Return the first view that is equal to `view`. A run compares views by identity (see `bindings.gathering`)."""
-    return view

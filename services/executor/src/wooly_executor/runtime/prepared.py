@@ -126,8 +126,7 @@ class Launch:
     params: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Act:
+class Act(NamedTuple):
     """One action of a program: an instruction, or a kernel that replaces several instructions.
 
     Attributes:
@@ -138,6 +137,7 @@ class Act:
         launch: the kernel, in place of an instruction.
         lines: the instructions that the kernel replaces, as forms on slots.
         dirty: for an `alloc`: the memory need not be zeroed, because the next act overwrites it.
+        notes: what was found out about the form (see `lowering`); None: nothing is kept.
     """
 
     at: int
@@ -147,6 +147,7 @@ class Act:
     launch: Launch | None = None
     lines: tuple[tuple[Form, tuple[int, ...]], ...] = ()
     dirty: bool = False
+    notes: dict[str, Any] | None = None
 
     @property
     def params(self) -> Sequence[int]:
@@ -161,15 +162,16 @@ class Act:
         return tuple([s for f, on in done for o, s in zip(f.operands, on, strict=True) if o.role is not Role.IN])
 
 
-def acts_of(program: Program) -> list[Act]:
-    """Return a program's instructions as acts."""
+def acts_of(program: Program, notes: Sequence[dict[str, Any]] = ()) -> list[Act]:
+    """Return a program's instructions as acts. `notes`: what was found out about each of its forms; empty: nothing."""
     found: list[Act] = []
     first_param = 0
     for i, instruction in enumerate(program.body):
         if not i & 63:
             pause()
         form = program.forms[instruction.form]
-        found.append(Act(i, form, instruction.slots, first_param))
+        known = notes[instruction.form] if notes else None
+        found.append(Act(i, form, instruction.slots, first_param, None, (), False, known))
         first_param += len(form.params)
     return found
 
@@ -191,7 +193,6 @@ class PreparedProgram:
         kept: (slot, register, view, nbytes) of buffers that the program leaves behind and that are adopted from a register.
         made: (slot, nbytes) of buffers that the program leaves behind and whose memory a step allocated.
         dropped: slots of existing buffers that the program frees.
-        writes: for each act, the slots that it writes.
         traces: for each step, a description for `segments`; None: it has none.
         slot_of: the slot of each register.
         runs: number of runs.
@@ -230,7 +231,6 @@ class PreparedProgram:
     kept: list[tuple[int, int, View, int]] = field(default_factory=list)
     made: list[tuple[int, int]] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
-    writes: list[tuple[int, ...]] = field(default_factory=list)
     traces: list[Trace | None] = field(default_factory=list)
     slot_of: list[int] = field(default_factory=list)
     runs: int = 0

@@ -142,8 +142,14 @@ class Runtime(Protocol):
         """Wait until no work is in flight."""
         ...
 
-    def prepare(self, program: Program, facts: ProgramFacts) -> Prepared:
-        """Look up and lay out everything that does not change from run to run."""
+    def prepare(self, program: Program, facts: ProgramFacts, notes: Sequence[dict[str, Any]] = ()) -> Prepared:
+        """Look up and lay out everything that does not change from run to run.
+
+        Args:
+            program: the verified program.
+            facts: the facts that the verifier found.
+            notes: for each form, what was found out about it for other programs. More is added. Empty: nothing is kept.
+        """
         ...
 
     def rates(self) -> Rates:

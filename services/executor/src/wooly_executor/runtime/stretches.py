@@ -301,7 +301,7 @@ def split(prepared: PreparedProgram, begin: int, end: int, most: int) -> list[St
         inside = range(bounds[k], bounds[k + 1])
         active = [s for s in inside if not isinstance(prepared.traces[s], FREE_OF_WORK)]
         own = {prepared.owner[s]: None for s in inside}
-        writes = {slot for i in own for slot in prepared.writes[i]}
+        writes = {slot for i in own for slot in prepared.acts[i].writes()}
         blocked = not prepared.uncapturable.isdisjoint(active) or _nbytes(facts, writes) > most
         if blocked or nbytes + _nbytes(facts, writes - slots) > most:
             close(k)

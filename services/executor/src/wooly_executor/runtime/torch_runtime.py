@@ -54,14 +54,16 @@ class TorchRuntime:
     def settle(self) -> None:
         """See `Runtime.settle`. Nothing is in flight when a run returns."""
 
-    def prepare(self, program: Program, facts: ProgramFacts) -> Any:
-        """Prepare the steps of a verified program.
+    def prepare(self, program: Program, facts: ProgramFacts, notes: Sequence[dict[str, Any]] = ()) -> Any:
+        """Prepare the steps of a verified program. See `Runtime.prepare`.
 
         Raises:
             OperationError: an operator is not available on this device.
             TooMuchWorkError: an instruction exceeds the limits of the device.
         """
-        return prepare_acts(program, facts, acts_of(program), self.foreign, self.device, self.bounds.pieces(program))
+        return prepare_acts(
+            program, facts, acts_of(program, notes), self.foreign, self.device, self.bounds.pieces(program)
+        )
 
     def begin(
         self,

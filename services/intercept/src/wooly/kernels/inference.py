@@ -84,6 +84,7 @@ _STAND_IN_LIMIT = 1 << 24
 _WIDENED = frozenset({torch.float16, torch.bfloat16})
 
 #: Attention with the logarithms of its sums, which the CPU kernel computes in float64 for float64.
+_CAT = "aten.cat.default"
 _ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 _MULTI_HEAD = "aten._native_multi_head_attention.default"
 _WEIGHT_NORM = "aten._weight_norm_interface.default"
@@ -137,6 +138,11 @@ def infer(
     """
     if facts.extension:
         return _infer_extension(facts, call, counts)
+    if facts.name == _CAT and not on_host:
+        joined = _joined(call)
+        if joined is not None:
+            counts.on_meta += 1
+            return [joined]
     on_host = on_host or facts.name in INFERRED_ON_HOST or _is_conv3d_channels_last(facts, call)
     if not on_host and not facts.mutable and _has_loose_strides(facts, call):
         with contextlib.suppress(Exception):  # such as a division of integers by zeros
@@ -179,6 +185,34 @@ def infer(
     fresh = _fresh_of(facts, result)
     _correct(facts, call, args, kwargs, where, fresh)
     return fresh
+
+
+def _joined(call: Call) -> Tensor | None:
+    """The result of `cat` for tensors of one dtype that fit; None: the meta kernel must decide.
+
+    Its meta kernel, in Python, takes ten times as long. Each token of a generation makes one such call with new shapes.
+    """
+    tensors = call.args[0]
+    dim = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)
+    if not tensors or not all(isinstance(t, Tensor) and raw_device(t).type == "wooly" for t in tensors):
+        return None
+    first = tensors[0]
+    n, dtype = first.dim(), first.dtype
+    if type(dim) is not int or not -n <= dim < n or dtype.is_complex:
+        return None
+    at, sizes = dim % n, list(first.shape)
+    sizes[at] = 0
+    for t in tensors:
+        of_t = list(t.shape)
+        if len(of_t) != n or t.dtype is not dtype:
+            return None
+        size, of_t[at] = of_t[at], sizes[at]
+        if of_t != sizes:
+            return None
+        sizes[at] += size
+    if not any(suggested_format(t) is torch.contiguous_format for t in tensors):
+        return None
+    return torch.empty(sizes, dtype=dtype, device="meta")
 
 
 def _infer_extension(facts: OpFacts, call: Call, counts: Inferences) -> list[Tensor | None]:

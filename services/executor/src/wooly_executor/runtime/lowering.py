@@ -1,0 +1,186 @@
+"""What the preparation of a program needs to know of an instruction's form: the library's call, its checks and its results.
+
+All of it follows from the form and the device. A new program rarely has new forms: each token of a generation is one, because a
+few of its shapes have grown. So it is worked out once per form and kept with the form (see `ProgramStore`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from wooly_wis.program import Form, ParamRef, Role, View
+
+from wooly_executor.runtime.buffers import required_view
+from wooly_executor.runtime.calls import (
+    Gradients,
+    LibraryCall,
+    asks_grad_mode,
+    fresh_results,
+    gradients_of,
+    library_call,
+    readings,
+    returns_one_tensor,
+)
+from wooly_executor.runtime.device import TorchDevice
+from wooly_executor.runtime.fresh_memory import fills_results
+from wooly_executor.runtime.gpu_ranges import word_of
+from wooly_executor.runtime.guards import guarded, looks_at_values
+from wooly_executor.runtime.invocation import Calling, calling_of, settings_of
+from wooly_executor.runtime.one_thread import Threads, choice
+from wooly_executor.runtime.products import SplitProduct
+from wooly_executor.runtime.synchronising import waits
+from wooly_executor.runtime.torch_private import schema_of
+
+
+class Tracing(NamedTuple):
+    """That the instruction is a call and nothing else, so that `segments` can describe it.
+
+    Attributes:
+        zeros: the operator needs zeroed memory.
+        returns: number of its new results; None: one list of them.
+    """
+
+    zeros: bool
+    returns: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """What is known of a form on a device.
+
+    Attributes:
+        library: the call, with its checks, adapted to the device.
+        calling: how to call it with registers.
+        gradients: the gradients that the form asks for.
+        threads: how many threads of a CPU it should use.
+        flags: the settings of the device's libraries that it asks for (see `settings_of`).
+        covers: it is known to write every element of its results.
+        repeatable: it may run twice, because it writes nothing but `out=`.
+        word: status word of operands that are out of range, on a GPU.
+        waiting: it makes the host of a GPU wait.
+        operands: the operands that it reads, with their views.
+        readings: of these, the ones that it reads through a view, with the function that makes the view.
+        results: the operands that it makes.
+        views: the views of its results; None: some are only known after a run.
+        sized: operands with `out=` and their sizes, which must stay; None: it has no `out=`.
+        rng: the params with the seed and the offset of its random numbers.
+        deterministic: it must use deterministic algorithms.
+        fresh: which returned values are its results; None: all.
+        single: it returns exactly one tensor.
+        trace: set if it can be part of a segment.
+    """
+
+    library: LibraryCall
+    calling: Calling
+    gradients: Gradients | None
+    threads: Threads
+    flags: tuple[str, ...] | None
+    covers: bool
+    repeatable: bool
+    word: Any
+    waiting: bool
+    operands: tuple[tuple[int, View], ...]
+    readings: tuple[tuple[int, Callable[[Tensor], Tensor]], ...]
+    results: tuple[int, ...]
+    views: tuple[View, ...] | None
+    sized: tuple[tuple[int, tuple[int, ...]], ...] | None
+    rng: tuple[int, ...] | None
+    deterministic: bool
+    fresh: tuple[int, ...] | None
+    single: bool
+    trace: Tracing | None
+
+
+def lowered(
+    form: Form, device: TorchDevice, notes: dict[str, Any] | None, anew: tuple[int, LibraryCall] | None = None
+) -> Lowered:
+    """Return what is known of a form.
+
+    Args:
+        form: the form of an `extern` or a native instruction.
+        device: the device where it will run.
+        notes: what was found out about the form before; None: nothing, and nothing is kept.
+        anew: the operand that a call makes as a new tensor, and this call (see `out_of_place`).
+
+    Raises:
+        OperationError: the operator is not available on this device, or an operand has no view.
+    """
+    if notes is None:
+        return _lower(form, device, anew)
+    name = "lowered" if anew is None else "lowered anew"
+    found: Lowered | None = notes.get(name)
+    if found is None:
+        found = _lower(form, device, anew)
+        # On a GPU, what takes a call's place may remember something of one instruction.
+        if device.host or found.library.instead is None:
+            notes[name] = found
+    return found
+
+
+def _lower(form: Form, device: TorchDevice, anew: tuple[int, LibraryCall] | None) -> Lowered:
+    out, library = anew or (None, library_call(form))
+    library = device.library(library, form)
+    gradients = gradients_of(form)
+    threads = choice(library, form) if device.host and gradients is None else Threads.ANY
+    covers = fills_results(library.op, form, host=device.host) or getattr(library.instead, "writes_all", False)
+    word = word_of(library)
+    library = guarded(library, form)
+    schema = schema_of(library.op)
+    operands, results = [], []
+    for k, operand in enumerate(form.operands):
+        if operand.role is Role.OUT or k == out:
+            results.append(k)
+        else:
+            operands.append((k, required_view(operand.view)))
+    has_out = any(a.is_out for a in schema.arguments)
+    written = [
+        (k, required_view(o.view).sizes) for k, o in enumerate(form.operands) if o.role is Role.INOUT and k != out
+    ]
+    rng = form.attr("rng")
+    dynamic = gradients is None and any(form.operands[k].view is None for k in results)
+    calling = calling_of(form, library)
+    return Lowered(
+        library,
+        calling,
+        gradients,
+        threads,
+        settings_of(form, library, device),
+        covers,
+        all(a.is_out for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write),
+        word,
+        looks_at_values(library) or waits(library, form),
+        tuple(operands),
+        tuple(readings(form)),
+        tuple(results),
+        None if dynamic else tuple([required_view(form.operands[k].view) for k in results]),
+        tuple(written) if has_out else None,
+        tuple([r.index for r in rng if isinstance(r, ParamRef)]) if isinstance(rng, tuple) else None,
+        bool(form.attr("deterministic")),
+        fresh_results(library.op),
+        returns_one_tensor(library.op),
+        _tracing(form, library, device, has_out=has_out) if gradients is None else None,
+    )
+
+
+def _tracing(form: Form, library: LibraryCall, device: TorchDevice, *, has_out: bool) -> Tracing | None:
+    """Describe the call for `segments`; None if the step is more than a call."""
+    if form.attr("rng") is not None or form.attr("deterministic"):
+        return None
+    if asks_grad_mode(library.op) or not (library.instead is None or isinstance(library.instead, SplitProduct)):
+        return None
+    if library.op.namespace != "aten":
+        return None
+    if has_out:
+        # The size of `out=` must not change from run to run, and LAPACK may leave `out=` conjugated.
+        views = [o.view for o in form.operands]
+        if form.params or any(v is not None and v.dtype.kind == "complex" for v in views):
+            return None
+    zeros = not fills_results(library.op, form, host=device.host)
+    if zeros and not device.host:
+        return None
+    returned = [r for r in schema_of(library.op).returns if r.alias_info is None]
+    one_list = [str(r.type) for r in returned] == ["List[Tensor]"]
+    return Tracing(zeros, None if one_list else len(returned))
