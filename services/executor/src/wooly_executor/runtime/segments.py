@@ -7,6 +7,7 @@ step. The same applies to a step whose result once differed from the announced l
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections import Counter
@@ -254,18 +255,19 @@ class Segment:
             self._threads = threads
 
     def _invoke(self, step: Invoke, at: int) -> None:
-        op, schema = step.call.op, schema_of(step.call.op)
+        op = step.call.op
         if not all(step.trusted) or torch.Tag.dynamic_output_shape in op.tags:
             raise SeparateStepError
         if Layout.SAME_PLACES in step.trusted and not has_fixed_layout(step):
             raise SeparateStepError
-        given = {a.name: v for a, v in zip(schema.arguments, step.call.args, strict=False)} | dict(step.call.kwargs)
-        values = [self._argument(given.get(a.name, _default(a)), str(a.type), step) for a in schema.arguments]
+        declared, returned = _declared(op)
+        given = {name: v for (name, _, _), v in zip(declared, step.call.args, strict=False)} | dict(step.call.kwargs)
+        values = [self._argument(given.get(name, default), kind, step) for name, kind, default in declared]
         name, restrided = op.overloadpacket.__name__, [k is Layout.SAME_PLACES for k in step.trusted]
         results = [
             self._fresh() if other else register_name(r) for r, other in zip(step.results, restrided, strict=False)
         ]
-        kinds = [str(r.type) for r in schema.returns]
+        kinds = [kind for kind, _ in returned]
         if isinstance(step.call.instead, SplitProduct):
             n = len(step.call.args)
             self._split(step.call.instead, values[:n], values[n:], results[0], at, op)
@@ -275,7 +277,7 @@ class Segment:
             self._line(results, f"prim::ListUnpack(%{parts})")
         elif all(kind == "Tensor" for kind in kinds):
             new = iter(results)
-            names = [next(new) if results and r.alias_info is None else self._fresh() for r in schema.returns]
+            names = [next(new) if results and is_new else self._fresh() for _, is_new in returned]
             self._define(names, name, values, at, op)
         else:
             raise SeparateStepError
@@ -507,6 +509,14 @@ class Segment:
 def _numbers(names: Iterable[str], letter: str) -> list[int]:
     """Return the numbers of the names of one kind."""
     return [int(n[1:]) for n in names if n[0] == letter]
+
+
+@functools.cache
+def _declared(op: OpOverload) -> tuple[list[tuple[str, str, Attr]], list[tuple[str, bool]]]:
+    """Return what an operator declares: name, type and default of its arguments; type of its results, and if they are new."""
+    schema = schema_of(op)
+    arguments = [(a.name, str(a.type), _default(a)) for a in schema.arguments]
+    return arguments, [(str(r.type), r.alias_info is None) for r in schema.returns]
 
 
 def _default(argument: Any) -> Attr:
