@@ -29,6 +29,29 @@ def _compiled(x):
     return torch.compile(lambda a: torch.ops.extension_operators.scale(a, 2.0).relu())(x)
 
 
+#: The operator of torchaudio whose kernel for "cuda" is Wooly's.
+_torchaudio = torch.library.Library("torchaudio", "FRAGMENT")
+_torchaudio.define("_lfilter_core_loop(Tensor signal, Tensor a, Tensor(a!) padded) -> Tensor(a!)")
+
+
+def _filtered(dtype):
+    """The greatest difference from torchaudio's kernel for CPUs, for two signals of two channels with strides."""
+
+    def call(_):
+        signal = torch.linspace(-1, 1, 2 * 2 * 500, dtype=dtype).view(500, 2, 2).permute(2, 1, 0)
+        a = torch.tensor([[0.3, -0.7, 1], [-0.2, 0.1, 1]], dtype=dtype)
+        padded = torch.zeros(2, 2, 502, dtype=dtype)
+        found = torch.ops.torchaudio._lfilter_core_loop(*[t.to("cuda") for t in (signal, a, padded)])
+        for i in range(500):
+            sample = signal[:, :, i]
+            for k in range(3):
+                sample = sample - a[:, k] * padded[:, :, i + k]
+            padded[:, :, i + 2] = sample
+        return (found.cpu() - padded).abs().max()
+
+    return call
+
+
 def _own(body):
     def call(x):
         name = f"extension_cases::{body.__name__}"
@@ -99,6 +122,9 @@ CASES = {
     "kernel for cpu": _own(on_host),
     "address": _own(by_address),
     "kernel in Triton": _own(by_triton),
+    "recursive filter": _filtered(torch.float32),
+    "recursive filter in float64": _filtered(torch.float64),
+    "recursive filter in float16": _filtered(torch.float16),
 }
 
 

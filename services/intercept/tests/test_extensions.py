@@ -89,6 +89,14 @@ def test_extension_operator_with_triton_kernel_launches_it():
     assert _cases("kernel in Triton", runtime="opencl")["kernel in Triton"] == [7, 8, 9, 10, 11]
 
 
+@pytest.mark.parametrize(("runtime", "most"), [("opencl", 0), ("torch_cpu", 1e-6)])
+def test_recursive_filter_of_torchaudio_has_the_bits_of_its_kernel_for_cpus(runtime, most):
+    names = ("recursive filter", "recursive filter in float64", "recursive filter in float16")
+    single, double, half = _cases(*names, runtime=runtime, opaque=False).values()
+    assert single <= most and double <= most
+    assert half == "NotImplementedError: \"iir_cu_loop\" not implemented for 'Half'"
+
+
 def test_extension_operator_with_other_schema_names_both_versions():
     changed = _cases("changed", version="2")["changed"]
     assert changed.startswith("NotImplementedError")

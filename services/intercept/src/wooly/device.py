@@ -43,6 +43,7 @@ from wooly.kernels.host_values import HostValues
 from wooly.kernels.launch import Launches
 from wooly.kernels.nested import dense_kernels, register_nested
 from wooly.kernels.quantised.registration import register_quantised
+from wooly.kernels.recursive_filter import register_recursive_filter
 from wooly.kernels.schema import OpFacts
 from wooly.kernels.sparse.calls import SparseCalls
 from wooly.kernels.sparse.registration import register_sparse
@@ -165,6 +166,7 @@ class RegisteredDevice:
         self._register_whole(library)
         self.autocast.register(library)
         self._libraries.append(register_autocast())
+        self._libraries.append(register_recursive_filter(self.devices))
         self._libraries.append(_register_fallbacks(Extensions(self.devices, self.generic, _unsupported)))
         register_nested(library)
         for name, kernel in NestedAttention(self._attention).kernels().items():
