@@ -87,8 +87,13 @@ def squared(columns):
 def test_product_of_two_sparse_matrices_sorts_their_rows():
     starts, columns, values, _ = squared([2, 0, 2])
     assert (starts.tolist(), columns.tolist(), values.tolist()) == ([0, 2, 2, 3], [0, 2, 2], [4, 6, 16])
-    with pytest.raises((RuntimeError, OperationError), match="not sorted or not distinct"):
-        squared([1, 1, 2])
+
+
+def test_product_of_two_sparse_matrices_adds_elements_of_one_index():
+    starts, columns, values, _ = squared([0, 0, 2])
+    assert (starts.tolist(), columns.tolist(), values.tolist()) == ([0, 1, 1, 2], [0, 2], [9, 16])
+    starts, columns, values, _ = squared([2, 2, 2])
+    assert (starts.tolist(), columns.tolist(), values.tolist()) == ([0, 1, 1, 2], [2, 2], [12, 16])
 
 
 @pytest.mark.parametrize("operator", ["aten.sparse_sampled_addmm.default", "aten._to_sparse_csc.default"])

@@ -55,6 +55,9 @@ CALLS = {
     "unsorted csr, scaled": lambda d: shuffled(d) * 2,
     "unsorted csr times itself": lambda d: (shuffled(d) @ shuffled(d)).to_dense(),
     "csr with repeated columns mm": lambda d: shuffled(d, (1, 1, 0, 2)) @ DENSE.to(d),
+    "csr with repeated columns times itself": lambda d: (
+        shuffled(d, (1, 1, 0, 2)) @ shuffled(d, (1, 1, 0, 2))
+    ).to_dense(),
     "csr with repeated columns to dense": lambda d: shuffled(d, (1, 1, 0, 2)).to_dense(),
     "coo": coo,
     "copy of host": lambda d: coo("cpu").to(d),

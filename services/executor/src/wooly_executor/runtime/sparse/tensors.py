@@ -37,7 +37,8 @@ class Order(Enum):
 
     #: They must be sorted and distinct. BSR and BSC tensors always need this.
     SORTED = "sorted"
-    #: They must be distinct. The executor sorts them, so the result must not depend on the place of an element in its row.
+    #: The executor sorts them and adds up the elements of an index, so the result must not depend on the place of an element in
+    #: its row, and an element must be the sum of its parts.
     SORTABLE = "sortable"
     #: They may be in any order, and an index may occur several times.
     ANY = "any"
@@ -132,11 +133,10 @@ def _compressed(a: Sparse, compressed: Tensor, plain: Tensor, values: Tensor, ba
     if a.layout not in _UNBLOCKED or order is Order.SORTED:
         check_compressed(compressed, plain, rows, columns)
     else:
-        longest = columns if order is Order.SORTABLE else plain.shape[-1]
-        row = _rows_of_elements(compressed, plain, rows, columns, longest)
+        row = _rows_of_elements(compressed, plain, rows, columns, plain.shape[-1])
         if order is Order.SORTABLE and not batch:
-            plain, values = in_order(compressed, plain, values)
-        if order is Order.SORTABLE:
+            compressed, plain, values = _distinct(compressed, plain, values)
+        elif order is Order.SORTABLE:
             _require_order(row, plain, columns)
     return _MAKE[a.layout](compressed, plain, values, a.size, check_invariants=False)
 
@@ -155,6 +155,20 @@ def in_order(compressed: Tensor, plain: Tensor, values: Tensor) -> tuple[Tensor,
         return plain, values
     order = place.argsort()
     return plain[order], values[order]
+
+
+def _distinct(compressed: Tensor, plain: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The components of a compressed matrix with the plain indices in order, and one element in place of those of one index."""
+    plain, values = in_order(compressed, plain, values)
+    counts = compressed.diff()
+    rows = torch.repeat_interleave(torch.arange(len(counts), device=plain.device), counts, output_size=len(plain))
+    repeated = (rows[1:] == rows[:-1]) & (plain[1:] == plain[:-1])
+    if not bool(repeated.any()):
+        return compressed, plain, values
+    first = torch.cat([torch.ones_like(repeated[:1]), ~repeated])
+    added = values.new_zeros(int(first.sum())).index_add(0, first.cumsum(0) - 1, values)
+    left = torch.bincount(rows[first], minlength=len(counts)).cumsum(0)
+    return torch.cat([compressed[:1], left.to(compressed.dtype)]), plain[first], added
 
 
 def check_compressed(compressed: Tensor, plain: Tensor, rows: int, columns: int) -> None:
