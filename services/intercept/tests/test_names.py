@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -224,3 +225,21 @@ def test_uuid_of_the_device_has_cudas_form(cuda):
     found = torch.cuda.get_device_properties(0).uuid
     assert len(str(found)) == 36 and len(found.bytes) == 16
     assert found == torch.cuda.get_device_properties(0).uuid
+
+
+def test_properties_of_the_device_are_printed_as_cudas(cuda):
+    found = torch.cuda.get_device_properties(0)
+    assert re.fullmatch(
+        r"_CudaDeviceProperties\(name='.*', major=8, minor=0, total_memory=\d+MB, multi_processor_count=\d+, uuid=[\da-f-]{36}, "
+        r"pci_bus_id=0, pci_device_id=0, pci_domain_id=0, L2_cache_size=0MB\)",
+        repr(found),
+    )
+
+
+def test_property_that_no_executor_reports_says_where_it_is_shown(cuda):
+    found = torch.cuda.get_device_properties(0)
+    with pytest.raises(AttributeError, match="executors do not report memory_clock_rate; nvidia-smi shows it"):
+        found.memory_clock_rate  # noqa: B018 - the access raises
+    with pytest.raises(AttributeError, match="'_CudaDeviceProperties' object has no attribute 'clocks'"):
+        found.clocks  # noqa: B018 - the access raises
+    assert getattr(found, "memory_clock_rate", 5) == 5

@@ -42,6 +42,23 @@ def capability_of(arch: str) -> tuple[int, int]:
     return int(major), int(minor, 16)
 
 
+class DeviceProperties(SimpleNamespace):
+    """What `torch.cuda.get_device_properties` returns. It is printed as CUDA's."""
+
+    def __repr__(self) -> str:
+        return (
+            f"_CudaDeviceProperties(name={self.name!r}, major={self.major}, minor={self.minor}, "
+            f"total_memory={self.total_memory >> 20}MB, multi_processor_count={self.multi_processor_count}, uuid={self.uuid}, "
+            f"pci_bus_id={self.pci_bus_id}, pci_device_id={self.pci_device_id}, pci_domain_id={self.pci_domain_id}, "
+            f"L2_cache_size={self.L2_cache_size >> 20}MB)"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("clock_rate", "memory_clock_rate", "memory_bus_width"):
+            raise AttributeError(f"executors do not report {name}; nvidia-smi shows it on the machine of the executor")
+        raise AttributeError(f"'_CudaDeviceProperties' object has no attribute {name!r}")
+
+
 def _refuse_jiterator(function: Any, *tensors: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(
         "torch.cuda.jiterator is not supported on the wooly device; write the function with torch's operators, or as a kernel: "
@@ -135,11 +152,11 @@ class Answers:
         """Name of a device by its index."""
         return f"{self._facts_of(index).get('name', 'unknown device')} (WOOLY)"
 
-    def _properties(self, index: int) -> SimpleNamespace:
+    def _properties(self, index: int) -> DeviceProperties:
         facts = self._facts_of(index)
         major, minor = capability_of(facts.get("arch", ""))
         per_core = _SHARED_KIB.get((major, minor), _SHARED_KIB[_CAPABILITY]) << 10
-        return SimpleNamespace(
+        return DeviceProperties(
             name=self.name_of(index),
             major=major,
             minor=minor,
