@@ -385,6 +385,18 @@ def test_functions_equal_torch(launch):
         )
 
 
+def test_tanh_of_large_numbers_is_one(launch):
+    x = np.array([9.02, 10, 100, 1e30, np.inf, -9.02, -50, -np.inf, 0.0, -0.0, np.nan, 0.5])
+    single, double = np.zeros(len(x), np.float32), np.zeros(len(x))
+    text = """__global__ void f(const double* x, float* single, double* both) {
+      int i = threadIdx.x; single[i] = tanhf((float)x[i]); both[i] = tanh(x[i]); }"""
+    launch(text, "f", [x, single, double], block=(len(x), 1, 1))
+    assert single[:8].tolist() == [1, 1, 1, 1, 1, -1, -1, -1]
+    np.testing.assert_allclose(single, np.tanh(x).astype(np.float32), rtol=1e-6)
+    np.testing.assert_allclose(double, np.tanh(x), rtol=1e-15)
+    assert np.signbit(single[9]) and np.signbit(double[9])
+
+
 def test_atomics_of_many_threads_give_the_expected_result(launch):
     text = """__global__ void f(int* i, unsigned long long* w, float* x, unsigned* u) {
       atomicAdd(&i[0], 1); atomicSub(&i[1], 2); atomicMax(&i[2], (int)threadIdx.x); atomicMin(&i[3], -(int)threadIdx.x); atomicOr(&i[4], 1 << (threadIdx.x % 8));

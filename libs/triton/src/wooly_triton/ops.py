@@ -320,7 +320,7 @@ ELEMENTWISE: Final[dict[str, Elementwise]] = {
     "math.log1p": _heavy(_call("log1p")),
     "math.sin": _heavy(_call("sin")),
     "math.cos": _heavy(_call("cos")),
-    "math.tanh": _heavy(_call("tanh")),
+    "math.tanh": _heavy(_call("tanh", "w_tanh")),
     "math.sqrt": _heavy(_call("sqrt")),
     "math.rsqrt": _heavy(_chosen("(1 / sqrt({0}))")),
     "math.erf": _heavy(_call("erf")),
@@ -368,7 +368,6 @@ EXTERNS: Final[dict[str, str]] = {
             "sinpi",
             "sqrt",
             "tan",
-            "tanh",
             "tgamma",
             "trunc",
         )
@@ -377,6 +376,7 @@ EXTERNS: Final[dict[str, str]] = {
         n: f"{n}({{0}}, {{1}})"
         for n in ("atan2", "copysign", "fdim", "fmax", "fmin", "fmod", "hypot", "nextafter", "pow", "remainder")
     },
+    "tanh": "w_tanh({0})",
     "fma": "fma({0}, {1}, {2})",
     "div_rn": "({0} / {1})",
     "isnan": "({0} != {0})",

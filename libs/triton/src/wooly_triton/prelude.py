@@ -159,6 +159,10 @@ static inline float w_exp2(float x) {
   float y = w_scale2(w_exp_part((c - t) * 0.693147181f), t);
   return x != x ? x : y;
 }
+static inline float __attribute__((overloadable)) w_tanh(float x) {
+  return fabs(x) > 9.0109f ? copysign(1.0f, x) : tanh(x);
+}
+static inline double __attribute__((overloadable)) w_tanh(double x) { return tanh(x); }
 static inline float w_add_f32(volatile global float *p, float x) {
   volatile global uint *q = (volatile global uint *)p;
   uint old = *q, seen;

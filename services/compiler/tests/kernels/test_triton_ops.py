@@ -578,6 +578,22 @@ def test_vendor_library_functions_have_neutral_names():
 
 
 @triton.jit
+def tanh_kernel(x_ptr, single_ptr, double_ptr, N: tl.constexpr):
+    n = tl.arange(0, N)
+    x = tl.load(x_ptr + n)
+    tl.store(single_ptr + n, tl.extra.libdevice.tanh(x))
+    tl.store(double_ptr + n, tl.extra.libdevice.tanh(x.to(tl.float64)))
+
+
+def test_tanh_of_large_numbers_is_one():
+    x = torch.tensor([9.02, 10, 100, 1e30, torch.inf, -9.02, -50, torch.nan])
+    single, double = torch.empty(8, device="cuda"), torch.empty(8, device="cuda", dtype=torch.float64)
+    tanh_kernel[(1,)](*on(x), single, double, N=8)
+    assert single.cpu()[:7].tolist() == [1, 1, 1, 1, 1, -1, -1] and single.cpu()[7].isnan()
+    torch.testing.assert_close(double.cpu(), x.double().tanh(), rtol=1e-15, atol=0, equal_nan=True)
+
+
+@triton.jit
 def vendors_kernel(x_ptr, out_ptr, N: tl.constexpr):
     n = tl.arange(0, N)
     x = tl.load(x_ptr + n)

@@ -207,6 +207,8 @@ OPENCL: Final = Dialect(
 #define w_nan_f32 NAN
 #define w_inf_f64 ((double)INFINITY)
 #define w_nan_f64 ((double)NAN)
+W_FN float __attribute__((overloadable)) w_tanh(float x) { return fabs(x) > 9.0109f ? copysign(1.0f, x) : tanh(x); }
+W_FN double __attribute__((overloadable)) w_tanh(double x) { return tanh(x); }
 """
         + _HALVES
     ),
@@ -224,7 +226,9 @@ OPENCL: Final = Dialect(
         "gdim": "((w_u32)get_num_groups({0}))",
     },
     math="{0}",
-    instructions=dict.fromkeys(("sqrt", "floor", "ceil", "trunc", "rint", "fabs", "fma"), "__builtin_{0}{1}"),
+    # PoCL's tanh of a float never gives 1, so that 1 - tanh(x) * tanh(x) is not 0 for large x.
+    instructions=dict.fromkeys(("sqrt", "floor", "ceil", "trunc", "rint", "fabs", "fma"), "__builtin_{0}{1}")
+    | {"tanh": "w_tanh"},
     atomics={
         **{k: f"atomic_{k}({{q}}, {{v}})" for k in ("add", "sub", "min", "max", "and", "or", "xor")},
         **{k + "64": f"atom_{k}({{q}}, {{v}})" for k in ("add", "min", "max", "and", "or", "xor")},
