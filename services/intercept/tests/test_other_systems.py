@@ -51,7 +51,7 @@ def test_client_without_names_of_unix_works_over_tcp():
 
 
 #: Files of services, which mypy also reads: they may use names that Windows does not have.
-SERVERS = {"acceptor", "authority", "host", "http_listener", "private", "server", "worker"}
+SERVERS = {"acceptor", "authority", "host", "http_listener", "pocl", "private", "server", "worker"}
 
 
 @pytest.mark.slow
