@@ -1,5 +1,7 @@
 """Tests of results in tensors that the caller gives (`out=`)."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -101,3 +103,53 @@ def test_in_place_operator_on_a_view_without_elements_is_no_overlap(cuda):
     (q.sum() + r.sum()).backward()
     torch.cuda.synchronize()
     assert x.grad.shape == (5, 0)
+
+
+def sized(*shape):
+    return lambda device: torch.arange(1.0, 1 + torch.Size(shape).numel(), device=device).view(shape)
+
+
+#: Calls that write an argument which has another size than the result: the argument, and the call with it.
+ARGUMENTS_OF_ANOTHER_SIZE = {
+    "add out=": (sized(5, 1), lambda x, d: torch.add(x, torch.ones(5, 5, device=d), out=x)),
+    "where out=": (sized(4), lambda x, d: torch.where(x > 0, x, torch.zeros(3, 4, device=d), out=x)),
+    "floor_divide out=": (sized(4), lambda x, d: torch.floor_divide(torch.ones(3, 4, device=d), x, out=x)),
+    "ldexp_": (sized(3, 1, 2), lambda x, d: x.ldexp_(torch.ones(3, 3, 2, device=d))),
+    "addr_ to a number": (sized(), lambda x, d: x.addr_(torch.ones(3, device=d), torch.ones(4, device=d))),
+    "addr_ to a vector": (sized(4), lambda x, d: x.addr_(torch.ones(3, device=d), torch.ones(4, device=d))),
+    "addr_ to a row": (sized(1, 4), lambda x, d: x.addr_(torch.ones(3, device=d), torch.ones(4, device=d))),
+    "outer out=": (sized(5), lambda x, d: torch.outer(x, x, out=x)),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS_OF_ANOTHER_SIZE)
+def test_out_that_is_an_argument_of_another_size_raises_and_keeps_its_content(cuda, name):
+    make, call = ARGUMENTS_OF_ANOTHER_SIZE[name]
+    errors = []
+    for device in ("cpu", cuda, cuda):
+        x = make(device)
+        with pytest.raises(RuntimeError) as e:
+            call(x, device)
+        errors.append(str(e.value))
+        assert x.shape == make("cpu").shape and x.tolist() == make("cpu").tolist()
+    assert errors[0] == errors[1] == errors[2]
+
+
+def test_out_that_is_an_argument_raises_also_if_another_tensor_was_resized_before(cuda):
+    x, y = torch.ones(5, 1, device=cuda), torch.ones(5, 5, device=cuda)
+    with pytest.warns(UserWarning, match="An output with one or more elements was resized"):
+        assert torch.add(x, y, out=torch.ones(5, 1, device=cuda)).shape == (5, 5)
+    with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
+        torch.add(x, y, out=x)
+
+
+@pytest.mark.parametrize("function", [torch.cat, torch.hstack, torch.vstack])
+def test_concatenation_into_one_of_its_arguments_raises_atens_error(cuda, function):
+    errors = []
+    for device in ("cpu", cuda, cuda):
+        x = torch.ones(3, 4, device=device)
+        with pytest.raises(RuntimeError) as e, warnings.catch_warnings(action="ignore"):
+            function([x, torch.ones(3, 4, device=device)], out=x)
+        errors.append(str(e.value))
+    assert "some elements of the input tensor and the written-to tensor" in errors[0]
+    assert errors[0] == errors[1] == errors[2]

@@ -30,6 +30,7 @@ from wooly.kernels.host_copies import REAL, tensor_on
 from wooly.kernels.host_values import HostValues, wait_as_cuda
 from wooly.kernels.inference import Inferences
 from wooly.kernels.outs import RESIZE_SILENTLY, RESIZED_ON_HOST, ResizeOutError
+from wooly.kernels.overlap import refuse_resize
 from wooly.kernels.plan import CallPlan, PlanBuilder, PlannedCall
 from wooly.kernels.promotion import without_default_dtype
 from wooly.kernels.schema import PASSING_UNDEFINED, Call, Kernel, OpFacts, tensors_of
@@ -207,7 +208,7 @@ class Generic:
                 if mutable and not asks_host:
                     wrong = out_sizes.get(signature)
                     if wrong is not None:
-                        resize_outs(facts, kwargs, wrong, warn=True)
+                        resize_outs(facts, Call(args, kwargs), wrong, warn=True)
                         return run(*args, drawn_from=drawn_from, **kwargs)
                 if facts.each_alone and not (_on_one_device(buffers) and _lists_on_device(args)):
                     return redispatch_cpu(op)(*args, **kwargs)
@@ -394,7 +395,7 @@ class Generic:
             planned = self._builder.build(facts, call, self._recorder_of(buffers, call), flags)
         except ResizeOutError as e:
             self._out_sizes[signature] = e.sizes
-            self._resize_outs(facts, kwargs, e.sizes, warn=False)  # inference has already warned
+            self._resize_outs(facts, call, e.sizes, warn=False)  # inference has already warned
             return call
         new = [out[0].dtype for out in planned.plan.outs if out is not None]
         other = without_default_dtype(facts, call, new)
@@ -417,17 +418,22 @@ class Generic:
     def _resize_outs(
         self,
         facts: OpFacts,
-        kwargs: dict[str, Any],
+        call: Call,
         sizes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]],
         *,
         warn: bool,
     ) -> None:
-        """Give the `out=` tensors of a call the sizes and strides of its results, and warn as ATen does."""
+        """Give the `out=` tensors of a call the sizes and strides of its results, and warn as ATen does.
+
+        Raises:
+            RuntimeError: an `out=` tensor is also an argument of the call.
+        """
         assert self.resize is not None
+        refuse_resize(facts, call, {name: shape for name, (shape, _) in sizes.items()})
         for name, (shape, strides) in sizes.items():
             if warn and facts.op.overloadpacket.__name__ not in RESIZE_SILENTLY:
-                warn_of_resize(kwargs[name], shape)
-            self.resize(kwargs[name], shape, strides)
+                warn_of_resize(call.kwargs[name], shape)
+            self.resize(call.kwargs[name], shape, strides)
 
     def _recorder_of(self, buffers: list[int], call: Call) -> Recorder:
         """The recorder of the device on which a call runs.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -59,10 +59,58 @@ def refuse_partial_overlap(written: Tensor, read: Tensor) -> None:
     begin, end = a * written.element_size(), (a + written.numel()) * written.element_size()
     first, last = b * read.element_size(), (b + read.numel()) * read.element_size()
     if begin < last and first < end and ((begin, end) != (first, last) or written.stride() != read.stride()):
-        raise RuntimeError(
-            "unsupported operation: some elements of the input tensor and the written-to tensor refer to a single memory "
-            "location. Please clone() the tensor before performing the operation."
-        )
+        raise _shared_memory()
+
+
+def _shared_memory() -> RuntimeError:
+    return RuntimeError(
+        "unsupported operation: some elements of the input tensor and the written-to tensor refer to a single memory "
+        "location. Please clone() the tensor before performing the operation."
+    )
+
+
+#: Operators of ATen's iterator without the tag of elementwise ones.
+_ITERATED = frozenset({"floor_divide", "where"})
+
+
+def refuse_resize(facts: OpFacts, call: Call, sizes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that no `out=` tensor of another size than the result is also an argument, before `out=` tensors are resized.
+
+    ATen's iterator resizes an `out=` tensor only if the operator does not read it, and its `cat` refuses to read what it writes.
+    Other kernels resize the argument; their results are undefined.
+
+    Args:
+        facts: the operator.
+        call: the arguments.
+        sizes: size of the result, for each `out=` tensor of another size.
+
+    Raises:
+        RuntimeError: an `out=` tensor is also an argument. It is ATen's error.
+    """
+    name_of = facts.op.overloadpacket.__name__
+    iterated = torch.Tag.pointwise in facts.op.tags or name_of in _ITERATED
+    if not (iterated or name_of in ("addr", "cat")):
+        return
+    for name, shape in sizes.items():
+        out = call.kwargs[name]
+        read = [a for a in tree_leaves(call.args) if isinstance(a, Tensor) and _in_one_buffer(a, out)]
+        if name_of != "addr":
+            for a in read:
+                refuse_partial_overlap(out, a)
+        if not any(a is out for a in read):
+            continue
+        if iterated:
+            raise RuntimeError(f"output with shape {list(out.shape)} doesn't match the broadcast shape {list(shape)}")
+        if name_of == "cat":
+            raise _shared_memory()
+        if out.dim() != 2:
+            raise RuntimeError(f"2D tensor expected, got {out.dim()}D tensor for input")
+        v1, v2 = call.args[1:3]
+        raise RuntimeError(f"size mismatch, input: {list(out.shape)}, v1: {list(v1.shape)}, v2: {list(v2.shape)}")
+
+
+def _in_one_buffer(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.device == b.device and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0)
 
 
 def _written_tensors(facts: OpFacts, call: Call) -> Iterator[Tensor]:
