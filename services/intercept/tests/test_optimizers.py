@@ -141,3 +141,47 @@ def test_load_state_dict_moves_optimizer_state_to_device(cuda):
     assert not there.state_dict()["state"][0]["exp_avg"].is_cuda
     opt.load_state_dict(there.state_dict())
     assert opt.state_dict()["state"][0]["exp_avg"].is_cuda
+
+
+#: Operators on lists that write the first one.
+WRITES_LISTS = {
+    "number": lambda a, b: torch._foreach_add_(a, 1.0),
+    "lists": lambda a, b: torch._foreach_mul_(a, b),
+    "numbers": lambda a, b: torch._foreach_sub_(a, [1.0, 2.0]),
+    "unary": lambda a, b: torch._foreach_neg_(a),
+    "pointwise": lambda a, b: torch._foreach_addcmul_(a, b, b),
+    "ternary": lambda a, b: torch._foreach_lerp_(a, b, 0.5),
+    "zero": lambda a, b: torch._foreach_zero_(a),
+    "copy": lambda a, b: torch._foreach_copy_(a, b),
+    "shared": lambda a, b: torch._foreach_add_([a[0], a[0]], 1.0),
+}
+
+
+@pytest.mark.parametrize("name", WRITES_LISTS)
+def test_operator_that_writes_a_list_counts_a_change_of_each_tensor(cuda, name):
+    counts = {}
+    for device in ("cpu", cuda):
+        a, b = ([torch.ones(3, device=device) for _ in range(2)] for _ in range(2))
+        counts[device] = []
+        for _ in range(3):  # the second call with a signature is native
+            WRITES_LISTS[name](a, b)
+            counts[device] += [t._version for t in a + b]
+    assert counts[cuda] == counts["cpu"]
+
+
+def test_saved_tensor_that_an_operator_on_lists_changed_is_refused_by_backward(cuda):
+    for _ in range(2):
+        w = torch.ones(3, device=cuda, requires_grad=True)
+        y = w * 2
+        z = y * y
+        torch._foreach_add_([y], 1.0)
+        with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+            z.sum().backward()
+
+
+def test_operator_that_writes_a_list_takes_tensors_of_inference_mode(cuda):
+    with torch.inference_mode():
+        tensors = [torch.ones(3, device=cuda) for _ in range(2)]
+        for _ in range(3):
+            torch._foreach_add_(tensors, 1.0)
+    assert [t.tolist() for t in tensors] == [[4.0] * 3] * 2

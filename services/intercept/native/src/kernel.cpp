@@ -176,6 +176,9 @@ class Kernel final : public c10::OperatorKernel {
       }
       return;
     }
+    if (facts_.counts_changes) {
+      count_changes(op, *stack);
+    }
     c10::SmallVector<c10::IValue, 4> returned;
     auto fresh = results.begin();
     for (int64_t at : facts_.returned) {
@@ -184,6 +187,22 @@ class Kernel final : public c10::OperatorKernel {
     torch::jit::drop(*stack, n);
     for (c10::IValue& value : returned) {
       stack->push_back(std::move(value));
+    }
+  }
+
+  // Count a change of each tensor of the lists that the operator writes, as CUDA's kernels do: autograd compares the count with
+  // that of the tensors that it has saved. PyTorch does it for tensors only.
+  static void count_changes(const c10::OperatorHandle& op, const Stack& stack) {
+    const auto& declared = op.schema().arguments();
+    for (size_t i = 0; i < declared.size(); ++i) {
+      const c10::IValue& a = torch::jit::peek(stack, i, declared.size());
+      if (declared[i].alias_info() != nullptr && declared[i].alias_info()->isWrite() && a.isTensorList()) {
+        for (const at::Tensor& t : a.toTensorVector()) {
+          if (!t.is_inference()) {
+            t.unsafeGetTensorImpl()->bump_version();
+          }
+        }
+      }
     }
   }
 
@@ -499,6 +518,7 @@ PyObject* register_kernel(PyObject*, PyObject* args) {
   facts.factory = std::none_of(declared.begin(), declared.end(), [](const c10::Argument& a) {
     return a.type()->isSubtypeOf(*c10::TensorType::get());
   });
+  facts.counts_changes = writes && schema.name().rfind("aten::_foreach_", 0) == 0;
   const auto key = c10::parseDispatchKey(place);
   put(op, key, std::make_unique<Kernel>(std::move(facts), op.getComputedKernelForDispatchKey(key)));
   Py_RETURN_NONE;

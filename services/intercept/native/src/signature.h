@@ -51,6 +51,7 @@ struct Facts {
   bool writes = false;          // whether the operator writes an argument
   bool list_return = false;     // whether the result is a list of tensors
   bool factory = false;         // whether calls have no tensors
+  bool counts_changes = false;  // whether the kernel counts the changes of the lists that the operator writes
   size_t keyword_from = 0;      // position of the first keyword-only argument
 };
 

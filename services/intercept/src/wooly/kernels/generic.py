@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from wooly_wis.determinism import SENSITIVE
 from wooly_wis.dtypes import BY_LABEL
 from wooly_wis.flags import followed
@@ -159,6 +160,7 @@ class Generic:
         mutable = facts.mutable
         collect = _collect
         finish = self._finish
+        wrote = _wrote_list if facts.each_alone else written_result
         n_scalar = len(scalar_at)
         gaps = widening.gaps_of(op)
         passes_undefined = facts.name in PASSING_UNDEFINED
@@ -247,7 +249,7 @@ class Generic:
                             for w in plan.written:
                                 link.overwrite(buffers[w], len(recorder.origins))
                         recorder.emit(plan.form, buffers, where)
-                        result = written_result(facts, args, kwargs)
+                        result = wrote(facts, args, kwargs)
                     else:
                         result = []
                         for out in plan.outs:
@@ -697,3 +699,13 @@ def written_result(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
     if len(names) == 1:
         return argument(facts, names[0], args, kwargs) if names[0] else None
     return tuple([argument(facts, n, args, kwargs) for n in names if n])
+
+
+def _wrote_list(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Count a change of each tensor of the lists that the operator writes, as CUDA's kernels do; return the operator's result.
+
+    PyTorch does it for tensors only. Autograd compares the count with that of the tensors that it has saved.
+    """
+    for name in facts.written:
+        increment_version(argument(facts, name, args, kwargs))
+    return written_result(facts, args, kwargs)
