@@ -52,7 +52,8 @@ def results_of(command, name, device, folder):
     file = folder / f"{device}.pt"
     done = subprocess.run(
         [*command, str(HERE / "one.py"), name, device, str(file)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        # A stack of the user's own may run here, with another number of threads.
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WOOLYAI_STATE_DIR": str(folder / "state")},
         cwd=folder,
         capture_output=True,
         text=True,
