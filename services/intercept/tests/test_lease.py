@@ -9,6 +9,7 @@ from wooly import control
 from wooly.control import RENEWALS_PER_LEASE, RETRY_DIVISOR, ControlError, OpenedSession
 from wooly.departures import Departures
 from wooly_bus import contracts
+from wooly_wis.messages import ClientFacts, OpenSessionRequest
 
 LEASE_S = 0.6
 WAIT_S = 30.0
@@ -182,3 +183,34 @@ def test_how_session_went_on_is_told_once_although_a_renewal_fails(opened, when)
     controller.answer = lambda: None
     session.close()
     assert [(told.seconds, told.frames) for told in controller.resumed] == [(2.5, 3)] and recovery.resumed is None
+
+
+@pytest.mark.parametrize("lost", ["before", "after"])
+def test_session_whose_script_has_ended_does_not_wait_for_another_executor(opened, lost):
+    """Its process used to end only after WOOLYAI_QUEUE_S, an hour, if no controller answered."""
+    asked = threading.Event()
+
+    def refuse(rpc, message, timeout=4.0):
+        if rpc == contracts.ROUTER_SESSION_OPEN:
+            asked.set()
+        raise ControlError("no controller answers")
+
+    session, told = opened(Controller()), []
+    session._queue_s = 3600.0
+    session._request = OpenSessionRequest(client=ClientFacts(host="h", pid=1))
+    session._controller = SimpleNamespace(ask=refuse, close=lambda: None)
+
+    def recover():
+        with pytest.raises(ControlError) as e:
+            session.recover("the executor is stopping", 0, leaves=False)
+        told.append(str(e.value))
+
+    if lost == "after":
+        session.stop_recovering()
+    recovering = threading.Thread(target=recover, daemon=True)
+    recovering.start()
+    if lost == "before":
+        assert asked.wait(WAIT_S)
+        session.stop_recovering()
+    recovering.join(WAIT_S)
+    assert told == ["its script has ended, so the session does not go on in another executor"]

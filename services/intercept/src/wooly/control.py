@@ -305,6 +305,8 @@ class OpenedSession:
         self._request, self._queue_s = request, queue_s
         self.recovery: RecoveryMode = opened.recovery
         self._closing = threading.Event()
+        #: Set when nothing needs the session any more: after a loss, it does not wait for another executor.
+        self._unneeded = threading.Event()
         #: Set while the lease may be renewed: not between the loss of the executor and the opening at another one.
         self._hosted = threading.Event()
         self._hosted.set()
@@ -351,8 +353,8 @@ class OpenedSession:
             The new parts.
 
         Raises:
-            ControlError: no controller answers, the session cannot go on, or it stays where it is. A session that hibernated
-                still does.
+            ControlError: no controller answers, the session cannot go on, it stays where it is, or `stop_recovering` was called.
+                A session that hibernated still does.
         """
         self._hosted.clear()
         request = self._request.model_copy(update={"lost": why[:4096], "cut": cut, "leaves": leaves})
@@ -360,8 +362,9 @@ class OpenedSession:
             opened = Turn(
                 request,
                 max(self._queue_s, RECOVERY_S),
-                lambda asked: self._controller.ask(contracts.ROUTER_SESSION_OPEN, asked, timeout=OPEN_TIMEOUT_S),
+                self._open_again,
                 self._leave_queue,
+                sleep=self._sleep_while_needed,
                 place=QueuePlace(session_id=self.session_id, token=self.token),
             ).open()
         except BaseException as e:
@@ -374,6 +377,20 @@ class OpenedSession:
         self._hibernates = False
         self._hosted.set()
         return self.parts
+
+    def stop_recovering(self) -> None:
+        """Let `recover` fail, now and later: the script has ended, and nothing waits for the results of its last work."""
+        self._unneeded.set()
+
+    def _open_again(self, request: OpenSessionRequest) -> OpenSessionReply:
+        self._sleep_while_needed(0.0)
+        return self._controller.ask(contracts.ROUTER_SESSION_OPEN, request, timeout=OPEN_TIMEOUT_S)
+
+    def _sleep_while_needed(self, seconds: float) -> None:
+        if self._unneeded.wait(seconds):
+            error = ControlError("its script has ended, so the session does not go on in another executor")
+            error.code = "wooly.ended"  # `Turn` does not ask again
+            raise error
 
     def _leave_queue(self, place: CloseSessionRequest) -> None:
         """Leave the queue: a session that hibernated does so again, any other session ends."""
