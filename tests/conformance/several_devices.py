@@ -371,6 +371,7 @@ def test_streams_and_events_are_per_device(device):
         assert torch.cuda.current_device() == 1 and torch.cuda.current_stream() == other
         assert torch.cuda.current_stream(0) == torch.cuda.default_stream(0) != other
         event = other.record_event()
+    event.synchronize()
     assert torch.cuda.current_device() == 0 and event.device == torch.device("cuda:1") and event.query()
     with pytest.raises(RuntimeError, match="invalid device ordinal"):
         torch.cuda.Stream(2)

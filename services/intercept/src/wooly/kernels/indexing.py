@@ -36,7 +36,10 @@ def with_host_indices(record: Kernel, op: OpOverload, known: Callable[[Tensor], 
             if i is not None and i.is_cpu:
                 return record(t, _on_device_of(t, indices), *args, **kwargs)
         if shape_depends_on_masks:
-            hosts = [known(i) if i is not None and i.dtype is torch.bool else None for i in indices]
+            here = raw_device(t)  # a mask on another device is an error, also if its values are known
+            hosts = [
+                known(i) if i is not None and i.dtype is torch.bool and raw_device(i) == here else None for i in indices
+            ]
             if any(host is not None for host in hosts):
                 indices = _on_device_of(
                     t, [i if host is None else host for i, host in zip(indices, hosts, strict=True)]
