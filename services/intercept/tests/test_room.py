@@ -90,7 +90,7 @@ def test_size_above_all_numbers_is_refused_as_on_cpu(cuda):
     assert errors[0] == errors[1]
 
 
-def test_graph_and_freed_storages_keep_counts(cuda):
+def test_graph_and_freed_storages_keep_counts(cuda, no_garbage):
     heap = api.attached_device().recorder.heap
     torch.cuda.synchronize()
     before = heap.held_bytes
