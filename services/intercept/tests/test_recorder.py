@@ -96,6 +96,30 @@ def test_flush_end_form_does_not_split_short_program(cuda, sent):
     assert step() == [whole] and step() == [whole]
 
 
+def test_flush_end_form_does_not_split_short_programs_of_growing_shapes(cuda, sent):
+    """Each step is new, because a shape grows. What a step has taught about the end form holds for the next ones."""
+    recorder = device.current().devices.recorders[0]
+
+    z = torch.ones(3, device=cuda)
+
+    def step(size):
+        before = len(sent)
+        x = torch.ones(size, device=cuda)
+        recorder.flush()
+        y, w = x, z
+        for _ in range(14):
+            y, w = torch.cat([x, y])[1:], w.cos()
+        recorder.flush()
+        return [n for _, n in sent[before + 1 :]]
+
+    step(1000)
+    (whole,) = step(1001)
+    assert recorder.limit // 2 < whole < recorder.limit
+    recorder._end_forms.update(f for f, known in enumerate(recorder.forms.known) if known.name == "cos")
+    taught = [step(size) for size in range(1002, 1006)]
+    assert len(taught[0]) == 2 and taught[1:] == [[whole]] * 3, taught
+
+
 def test_flush_program_stays_within_limit(cuda, sent):
     limit = device.current().devices.recorders[0].limit
     x = torch.ones(3, device=cuda)

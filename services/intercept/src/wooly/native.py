@@ -20,7 +20,7 @@ from wooly.errors import WoolyError
 if TYPE_CHECKING:
     from wooly.link import Link
     from wooly.origins import Origin
-    from wooly.recorder import Capture
+    from wooly.recorder import Capture, Outline
     from wooly.storage import Heap
 
 #: Name of the setting as an environment variable.
@@ -94,7 +94,7 @@ class ProgramFields:
     _frees: list[int]
     _freed: list[int]
     _end_forms: set[int]
-    _closed_at_end_form: tuple[bytes, int] | None
+    _closed_at_end_form: Outline | None
     _free_form: int
 
 

@@ -54,6 +54,24 @@ class SentProgram(NamedTuple):
     pack_params: struct.Struct
 
 
+class Outline(NamedTuple):
+    """A program without its shapes, as far as its end and its sizes show it. In a generation, the shapes grow with each token.
+
+    Attributes:
+        end: its last form.
+        instructions: number of instructions.
+        words: number of words.
+        slots: number of buffers.
+        params: number of params.
+    """
+
+    end: int
+    instructions: int
+    words: int
+    slots: int
+    params: int
+
+
 class Work(NamedTuple):
     """A closed program that can be sent again.
 
@@ -255,11 +273,10 @@ class Recorder(ProgramFields):
         self.programs = 0
         self._forms = forms.known
         self._end_forms: set[int] = set()
-        #: `_closed_at_end_form`: the program that an end form closed last (words, number of instructions). `_kept_whole`: words
-        #: of programs that an end form must not close, because the instructions after them would have fitted into the same
-        #: program.
-        self._closed_at_end_form: tuple[bytes, int] | None = None
-        self._kept_whole: set[bytes] = set()
+        #: `_closed_at_end_form`: the program that an end form closed last. `_kept_whole`: programs that an end form must not
+        #: close, because the instructions after them would have fitted into the same program.
+        self._closed_at_end_form: Outline | None = None
+        self._kept_whole: set[Outline] = set()
         self._without_end_form = 0
         self.early_reads = EarlyReads(self._writes_of, self._extent_of)
         self.read_early: Callable[[Recorder, int, EarlyRead], bool] | None = None
@@ -398,12 +415,12 @@ class Recorder(ProgramFields):
                     self._add_end_form()
             self.flush()
         elif form in self._end_forms:
-            name = array("I", self.words).tobytes()
-            if name in self._kept_whole:
+            outline = Outline(form, count, len(self.words), len(self.bind), len(self.params))
+            if outline in self._kept_whole:
                 self.room = self._open_limit
             else:
                 self.flush()
-                self._closed_at_end_form = name, count
+                self._closed_at_end_form = outline
 
     def _close_early(self, early: EarlyRead, count: int) -> bool:
         """Close the open program and read a value, if the program is as predicted. Returns whether `close_if_due` is done."""
@@ -576,10 +593,10 @@ class Recorder(ProgramFields):
                 raise
         mark, send_later = self._mark, self._deferred
         cut, self._closed_at_end_form = self._closed_at_end_form, None
-        if cut is not None and cut[1] + len(self.origins) <= self.limit:
+        if cut is not None and cut.instructions + len(self.origins) <= self.limit:
             if len(self._kept_whole) >= MAX_END_FORMS:
                 self._kept_whole.clear()
-            self._kept_whole.add(cut[0])
+            self._kept_whole.add(cut)
         assert not (reply and send_later), "the deferred frames would be answered before the run"
         rest: list[int] = []
         if len(self._frees) > MAX_FREES:
