@@ -45,6 +45,9 @@ ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 PROGRAMS_WITHOUT_END_FORM = 8
 #: Maximum number of frames that wait until the open program is sent. At this number the program is closed.
 MAX_DEFERRED = 32
+#: A program as far as its end and its sizes show it, without its shapes, which grow with each token of a generation: last form,
+#: numbers of instructions, words and buffers.
+Outline = tuple[int, int, int, int]
 
 
 class SentProgram(NamedTuple):
@@ -52,24 +55,6 @@ class SentProgram(NamedTuple):
 
     digest: bytes
     pack_params: struct.Struct
-
-
-class Outline(NamedTuple):
-    """A program without its shapes, as far as its end and its sizes show it. In a generation, the shapes grow with each token.
-
-    Attributes:
-        end: its last form.
-        instructions: number of instructions.
-        words: number of words.
-        slots: number of buffers.
-        params: number of params.
-    """
-
-    end: int
-    instructions: int
-    words: int
-    slots: int
-    params: int
 
 
 class Work(NamedTuple):
@@ -415,7 +400,7 @@ class Recorder(ProgramFields):
                     self._add_end_form()
             self.flush()
         elif form in self._end_forms:
-            outline = Outline(form, count, len(self.words), len(self.bind), len(self.params))
+            outline = form, count, len(self.words), len(self.bind)
             if outline in self._kept_whole:
                 self.room = self._open_limit
             else:
@@ -593,7 +578,7 @@ class Recorder(ProgramFields):
                 raise
         mark, send_later = self._mark, self._deferred
         cut, self._closed_at_end_form = self._closed_at_end_form, None
-        if cut is not None and cut.instructions + len(self.origins) <= self.limit:
+        if cut is not None and cut[1] + len(self.origins) <= self.limit:
             if len(self._kept_whole) >= MAX_END_FORMS:
                 self._kept_whole.clear()
             self._kept_whole.add(cut)
