@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from wooly_wis.program import Form, ParamRef, Role, View
@@ -35,18 +35,6 @@ from wooly_executor.runtime.synchronising import waits
 from wooly_executor.runtime.torch_private import schema_of
 
 
-class Tracing(NamedTuple):
-    """That the instruction is a call and nothing else, so that `segments` can describe it.
-
-    Attributes:
-        zeros: the operator needs zeroed memory.
-        returns: number of its new results; None: one list of them.
-    """
-
-    zeros: bool
-    returns: int | None
-
-
 @dataclass(frozen=True, slots=True)
 class Lowered:
     """What is known of a form on a device.
@@ -70,7 +58,7 @@ class Lowered:
         deterministic: it must use deterministic algorithms.
         fresh: which returned values are its results; None: all.
         single: it returns exactly one tensor.
-        trace: set if it can be part of a segment.
+        traced: it can be part of a segment: it is a call and nothing else.
     """
 
     library: LibraryCall
@@ -91,7 +79,7 @@ class Lowered:
     deterministic: bool
     fresh: tuple[int, ...] | None
     single: bool
-    trace: Tracing | None
+    traced: bool
 
 
 def lowered(
@@ -141,46 +129,43 @@ def _lower(form: Form, device: TorchDevice, anew: tuple[int, LibraryCall] | None
     ]
     rng = form.attr("rng")
     dynamic = gradients is None and any(form.operands[k].view is None for k in results)
-    calling = calling_of(form, library)
     return Lowered(
-        library,
-        calling,
-        gradients,
-        threads,
-        settings_of(form, library, device),
-        covers,
-        all(a.is_out for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write),
-        word,
-        looks_at_values(library) or waits(library, form),
-        tuple(operands),
-        tuple(readings(form)),
-        tuple(results),
-        None if dynamic else tuple([required_view(form.operands[k].view) for k in results]),
-        tuple(written) if has_out else None,
-        tuple([r.index for r in rng if isinstance(r, ParamRef)]) if isinstance(rng, tuple) else None,
-        bool(form.attr("deterministic")),
-        fresh_results(library.op),
-        returns_one_tensor(library.op),
-        _tracing(form, library, device, has_out=has_out) if gradients is None else None,
+        library=library,
+        calling=calling_of(form, library),
+        gradients=gradients,
+        threads=threads,
+        flags=settings_of(form, library, device),
+        covers=covers,
+        repeatable=all(a.is_out for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write),
+        word=word,
+        waiting=looks_at_values(library) or waits(library, form),
+        operands=tuple(operands),
+        readings=tuple(readings(form)),
+        results=tuple(results),
+        views=None if dynamic else tuple([required_view(form.operands[k].view) for k in results]),
+        sized=tuple(written) if has_out else None,
+        rng=tuple([r.index for r in rng if isinstance(r, ParamRef)]) if isinstance(rng, tuple) else None,
+        deterministic=bool(form.attr("deterministic")),
+        fresh=fresh_results(library.op),
+        single=returns_one_tensor(library.op),
+        traced=gradients is None
+        and (covers or device.host)
+        and _is_plain(form, library, len(results), has_out=has_out),
     )
 
 
-def _tracing(form: Form, library: LibraryCall, device: TorchDevice, *, has_out: bool) -> Tracing | None:
-    """Describe the call for `segments`; None if the step is more than a call."""
+def _is_plain(form: Form, library: LibraryCall, results: int, *, has_out: bool) -> bool:
+    """Whether an instruction is a call of the library and nothing else, so that `segments` can describe it."""
     if form.attr("rng") is not None or form.attr("deterministic"):
-        return None
+        return False
     if asks_grad_mode(library.op) or not (library.instead is None or isinstance(library.instead, SplitProduct)):
-        return None
+        return False
     if library.op.namespace != "aten":
-        return None
+        return False
     if has_out:
         # The size of `out=` must not change from run to run, and LAPACK may leave `out=` conjugated.
         views = [o.view for o in form.operands]
         if form.params or any(v is not None and v.dtype.kind == "complex" for v in views):
-            return None
-    zeros = not fills_results(library.op, form, host=device.host)
-    if zeros and not device.host:
-        return None
-    returned = [r for r in schema_of(library.op).returns if r.alias_info is None]
-    one_list = [str(r.type) for r in returned] == ["List[Tensor]"]
-    return Tracing(zeros, None if one_list else len(returned))
+            return False
+    returned = [str(r.type) for r in schema_of(library.op).returns if r.alias_info is None]
+    return not results or len(returned) == results or returned == ["List[Tensor]"]

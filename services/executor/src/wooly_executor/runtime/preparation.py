@@ -475,7 +475,7 @@ class _Preparation:
         if known.deterministic:
             call = deterministic(call)
         invoke = None
-        if known.trace is not None and (device.host or not waiting):  # on a GPU, such a step could not be captured
+        if known.traced and (device.host or not waiting):  # on a GPU, a segment that waits could not be captured
             invoke = self._traced(form, known, registers)
         if known.sized is not None:
             call = with_size_check(call, [(registers[k], sizes) for k, sizes in known.sized])
@@ -504,15 +504,12 @@ class _Preparation:
                 library.instead.logs_read = not self._is_unread(slots[known.results[1]])
             if known.fresh is not None:
                 call = only(call, known.fresh)
-            if invoke is not None and known.trace is not None and known.trace.returns not in (None, len(outs)):
-                invoke = None
             self._results(call, outs, known.single, invoke)
         if waiting:
             self._mark_uncapturable()
 
     def _traced(self, form: Form, known: Lowered, registers: dict[int, int]) -> Invoke:
         """Describe the call for `segments`."""
-        assert known.trace is not None
         return Invoke(
             known.library,
             registers,
@@ -520,7 +517,7 @@ class _Preparation:
             form.params,
             known.calling.typed,
             self._device.named,
-            zeros=known.trace.zeros,
+            zeros=not known.covers,
             flags=known.flags,
             threads=known.threads,
         )

@@ -83,8 +83,8 @@ _STAND_IN_LIMIT = 1 << 24
 #: Dtypes that meta kernels widen before they compute.
 _WIDENED = frozenset({torch.float16, torch.bfloat16})
 
-#: Attention with the logarithms of its sums, which the CPU kernel computes in float64 for float64.
 _CAT = "aten.cat.default"
+#: Attention with the logarithms of its sums, which the CPU kernel computes in float64 for float64.
 _ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 _MULTI_HEAD = "aten._native_multi_head_attention.default"
 _WEIGHT_NORM = "aten._weight_norm_interface.default"

@@ -76,8 +76,8 @@ _ITERATED = frozenset({"floor_divide", "where"})
 def refuse_resize(facts: OpFacts, call: Call, sizes: Mapping[str, tuple[int, ...]]) -> None:
     """Check that no `out=` tensor of another size than the result is also an argument, before `out=` tensors are resized.
 
-    ATen's iterator resizes an `out=` tensor only if the operator does not read it, and its `cat` refuses to read what it writes.
-    Other kernels resize the argument; their results are undefined.
+    Elementwise operators, `addr` and `cat` of PyTorch refuse such a call. Other operators give the argument the size of the
+    result before they read it, so that their results are undefined; they are not checked.
 
     Args:
         facts: the operator.
