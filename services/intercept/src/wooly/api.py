@@ -456,10 +456,9 @@ def _close(why: str) -> None:
         for link in attached.links:
             link.siblings = []
     opened = attached.opened
-    if (
-        opened is not None and opened.controlled and ranks.own() is None
-    ):  # other ranks may need the last work of this one
-        opened.stop_recovering()  # another thread may wait for an executor, with the recorder's lock
+    # Another thread may wait for an executor, with the recorder's lock. Of a rank, others may need the last work.
+    if opened is not None and opened.controlled and ranks.own() is None:
+        opened.stop_recovering()
     for recorder, link in zip(attached.device.devices.recorders, attached.links, strict=False):
         with recorder.lock:
             if link.shares:  # the other processes see the last work, too
