@@ -92,10 +92,10 @@ def test_list_of_indices_is_part_of_a_segment():
     for step, indices in enumerate([(OperandRef(1),), (None, OperandRef(1))]):
         call = LibraryCall(op, (OperandRef(0), indices, OperandRef(2)), ())
         segment.add(Invoke(call, {0: 0, 1: 1, 2: 2}, 0, (), {}, trusted=[Layout.SAME], results=(3 + step,)), step)
-    run, wrong = segment.compile(lambda name: True)
-    assert run is not None and not wrong
+    part, wrong = segment.compile(lambda name: True)
+    assert part is not None and not wrong
     frame = SimpleNamespace(registers=[x, at, values, None, None], bases=[], params=[])
-    run(frame)
+    part.step({})(frame)
     assert torch.equal(frame.registers[3], x.index_put((at,), values))
     expected = x.clone()
     expected[:, at] = values

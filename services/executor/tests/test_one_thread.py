@@ -394,7 +394,7 @@ def test_segment_with_a_copy_or_new_memory_on_one_thread_is_on_one_thread(makes)
     segment.add(Write(aten.copy_.default, (0, 1), threads=Threads.ANY if makes else Threads.ONE), 0)
     if makes:
         segment.add(Make(0, 4, torch.float32, threads=Threads.ONE), 1)
-    run, _ = segment.compile(lambda name: True)
+    part, _ = segment.compile(lambda name: True)
 
     class Registers(list):
         def __getitem__(self, k):
@@ -402,7 +402,7 @@ def test_segment_with_a_copy_or_new_memory_on_one_thread_is_on_one_thread(makes)
             return super().__getitem__(k)
 
     x, y = torch.zeros(4), torch.ones(4)
-    run(SimpleNamespace(registers=Registers([x, y]), bases=[None], params=[]))
+    part.step({})(SimpleNamespace(registers=Registers([x, y]), bases=[None], params=[]))
     assert {*seen} == {1} and x.sum() == 4 and threads_of_this_thread() == 2
 
 

@@ -123,10 +123,10 @@ def in_segment(call, given):
     for k in range(3):
         named = {i: i for i in range(inputs)}
         segment.add(Invoke(call, named, 0, (), {}, trusted=[Layout.SAME], results=(inputs + k,)), k)
-    run, wrong = segment.compile(lambda name: True)
-    assert run is not None and not wrong
+    part, wrong = segment.compile(lambda name: True)
+    assert part is not None and not wrong
     frame = SimpleNamespace(registers=[*given, None, None, None], bases=[], params=[])
-    run(frame)
+    part.step({})(frame)
     return frame.registers[-1]
 
 

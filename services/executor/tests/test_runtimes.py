@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from wooly_executor.programs import ProgramStore
-from wooly_executor.runtime import adoption, lowering, preparation, segments
+from wooly_executor.runtime import adoption, combining, lowering, preparation
 from wooly_executor.runtime import prepared as prepared_programs
 from wooly_executor.runtime.bindings import BindingCheck
 from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, Buffer, as_view, bytes_of
@@ -58,7 +58,7 @@ SHAPES = [(), (1,), (4,), (2, 3), (3, 3), (0, 3), (2, 1, 3)]
 def every_call_is_worth_it():
     """Combine steps even if this saves nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segments, "WORTH", 1)
+        patch.setattr(combining, "WORTH", 1)
         yield
 
 
@@ -343,7 +343,7 @@ def test_hot_program_with_deferral_is_combined_by_another_thread(wis):
 
 
 def test_long_program_has_several_segments(wis, monkeypatch):
-    monkeypatch.setattr(segments, "MOST_CALLS", 4)
+    monkeypatch.setattr(combining, "MOST_CALLS", 4)
     v = wis.at(DType.F32, 4)
     body = wis.body()
     for k in range(12):
@@ -381,7 +381,7 @@ def test_conversions_between_dtypes_are_in_the_segment_of_their_neighbours(wis):
 @pytest.mark.parametrize(("most", "parts"), [(255, 3), (511, 2), (512, 1)])
 def test_segment_ends_when_it_holds_too_much_memory_that_its_steps_would_free(wis, monkeypatch, most, parts):
     """Only values from outside count: the interpreter drops its own ones after their last use."""
-    monkeypatch.setattr(segments, "BYTES", most)
+    monkeypatch.setattr(combining, "BYTES", most)
     large, v = wis.at(DType.F32, 64), wis.at(DType.F32)
     body = wis.body()
     for name in "ab":  # random numbers are never in a segment
@@ -596,12 +596,12 @@ def test_combining_steps_is_not_device_time(wis, monkeypatch):
     """Otherwise the session that happens to start the eighth run pays for the later runs of others."""
     slowly, put_together = 0.3, []
 
-    def compile_slowly(*args, **kwargs):
-        put_together.append(kwargs)
+    def combine_slowly(traces, needed, stops, within, alone, **kwargs):
+        put_together.append(within)
         until = time.thread_time() + slowly
         while time.thread_time() < until:
             pass
-        return compile_steps(*args, **kwargs)
+        return combine(traces, needed, stops, within, alone, **kwargs)
 
     v, body = wis.at(DType.F32, 4), wis.body()
     for k in range(12):
@@ -612,13 +612,13 @@ def test_combining_steps_is_not_device_time(wis, monkeypatch):
         ready = ProgramStore(runtime).define(body.raw)
         prepared, ids = ready.prepared, {name: k for k, name in enumerate(body.names)}
         prepared.edges = (6, 12, 18)
-        compile_steps = prepared_programs.compile_steps
-        monkeypatch.setattr(prepared_programs, "compile_steps", compile_slowly)
+        combine = prepared_programs.combine
+        monkeypatch.setattr(prepared_programs, "combine", combine_slowly)
         took = []
         for _ in range(4 + prepared_programs.STRETCH_OFTEN):
             execution = runtime.begin(prepared, {ids["x"]: runtime.allocate(16)}, list(ids.values()), [])
             took.append(sum(execution.advance((6, 12, 18, len(body.body)))))
-    assert len(put_together) == 2 and "within" in put_together[-1]
+    assert len(put_together) == 2 and put_together[-1] is not None
     assert max(took) < slowly / 2 * 1e9
 
 

@@ -49,6 +49,8 @@ class LiteralProgram:
     facts: ProgramFacts
     dropped: tuple[int, ...]
     edges: Sequence[int] = ()
+    settled: bool = False
+    family: None = None
     pieces: Mapping[int, int] = field(default_factory=dict)
 
     @property

@@ -1,14 +1,17 @@
 """Estimates how long programs take on the device, and where they may be cut: from the op table at first, then from measurements.
 
-Times are integers in ns of the runtime's clock. An estimate belongs to the digest of a program, so all sessions share it.
+Times are integers in ns of the runtime's clock. An estimate belongs to the digest of a program, so all sessions share it. So do
+programs of one family that should take about the same time: see `Estimates`.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from wooly_wis.optable import cost
 from wooly_wis.pauses import pause
@@ -18,7 +21,7 @@ from wooly_executor.runtime.protocol import Rates
 
 #: Maximum number of edges of one program, unless the program is long: see `LONGEST_NS`.
 EDGES = 1024
-#: Number of runs after which the edges of a program stay fixed. The runtimes combine steps later than this.
+#: Number of runs after which the edges of a program stay fixed. The runtimes combine steps only then.
 SETTLED = 12
 #: Number of measurements per kernel. The estimate is their 95th percentile.
 KEPT = 32
@@ -27,6 +30,8 @@ LEAST_NS = 1_000
 #: Maximum estimate of a kernel, in ns, that lies between two edges: a higher class may have to wait for so long. A long program
 #: has more than `EDGES` edges for this reason.
 LONGEST_NS = 50_000_000
+#: Maximum number of estimates of one family.
+ALIKE = 8
 _WHOLE: Mapping[int, int] = MappingProxyType({})
 #: Rates of a device of which nothing is known.
 DEFAULT_RATES = Rates(1, 1, 1)
@@ -93,6 +98,11 @@ class Estimate:
         self._hosted: list[int] = []
         self.runs = 0
         self.cut = self._cut(self._edge_ns)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the edges stay as they are."""
+        return self.runs >= SETTLED
 
     def observe(self, cut: Cut, first: int, times: Sequence[int], host_bound: Sequence[bool] = ()) -> bool:
         """Add the measured times of kernels, from kernel `first` on, of a run that was submitted as `cut`. Returns True if the
@@ -170,6 +180,38 @@ class Estimate:
         kernels.append(max(expected, LEAST_NS))
         self._samples, self._hosted = [[] for _ in edges], [0] * len(edges)
         return Cut(tuple(edges), tuple(kernels))
+
+
+class Estimates:
+    """The estimates of programs of families: programs that differ in sizes only, and hardly in their expected times, share one.
+
+    Each token of a generation is a new program, but it takes as long as the one before.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: WeakKeyDictionary[Any, list[tuple[list[int], Estimate]]] = WeakKeyDictionary()
+
+    def of(self, family: Any, program: Program, form_ns: Sequence[int], rates: Rates) -> Estimate:
+        """Return the estimate of a program without split instructions. Any thread may call this.
+
+        `form_ns`: `instruction_ns` of each form.
+        """
+        expected = [form_ns[i.form] for i in program.body]
+        with self._lock:
+            known = self._known.setdefault(family, [])
+            for theirs, estimate in known:
+                if all(map(_is_close, expected, theirs)):
+                    return estimate
+            estimate = Estimate(program, form_ns, rates=rates)
+            known.append((expected, estimate))
+            del known[:-ALIKE]
+        return estimate
+
+
+def _is_close(a: int, b: int) -> bool:
+    """Whether two times differ by at most a fifth."""
+    return 5 * abs(a - b) <= max(a, b)
 
 
 def _scale(positions: list[int], begin: int, end: int, measured: int, *, least: bool = False) -> None:

@@ -30,7 +30,7 @@ from wooly_executor.errors import (
     OperationError,
     UnknownSourceError,
 )
-from wooly_executor.estimates import Cut, Estimate, instruction_ns
+from wooly_executor.estimates import Cut, Estimate, Estimates, instruction_ns
 from wooly_executor.memory.pool import room_of
 from wooly_executor.runtime.bindings import BindingCheck
 from wooly_executor.runtime.extensions import unchecked_operators
@@ -128,8 +128,10 @@ class ReadyProgram:
 
     def observe(self, cut: Cut, first: int, times: list[int], host_bound: Sequence[bool] = ()) -> None:
         """Add the measured times of kernels, from kernel `first` on: see `Estimate.observe`."""
-        if self.estimate.observe(cut, first, times, host_bound):
-            self.prepared.edges = self.estimate.cut.edges
+        estimate, prepared = self.estimate, self.prepared
+        estimate.observe(cut, first, times, host_bound)
+        # a program that shares the estimate may have moved the edges
+        prepared.edges, prepared.settled = estimate.cut.edges, estimate.settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +187,7 @@ class ProgramStore:
     ) -> None:
         self._runtime = runtime
         self._kept_bytes, self._forms_bytes = kept_bytes, kept_bytes // 2
-        self._rates = runtime.rates()
+        self._rates, self._estimates = runtime.rates(), Estimates()
         self._lock = threading.Lock()
         self._forms: OrderedDict[bytes, _Known] = OrderedDict()
         self._forms_held = 0
@@ -294,8 +296,12 @@ class ProgramStore:
             with self._lock:  # for each kernel separately, because the device's thread needs the lock, too
                 kernels.append(self._runtime.foreign.kernel(sources[launch.source], launch, form, author.tenant))
         prepared = self._runtime.prepare(program, facts, [k.notes for k in known])
-        estimate = Estimate(program, [k.ns for k in known], prepared.pieces, self._rates)
-        prepared.edges = estimate.cut.edges
+        form_ns = [k.ns for k in known]
+        if prepared.family is not None:
+            estimate = self._estimates.of(prepared.family, program, form_ns, self._rates)
+        else:
+            estimate = Estimate(program, form_ns, prepared.pieces, self._rates)
+        prepared.edges, prepared.settled = estimate.cut.edges, estimate.settled
         survey = _survey(program, facts)
         kept = tuple(
             (slot, nbytes)

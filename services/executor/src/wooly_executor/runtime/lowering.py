@@ -25,6 +25,7 @@ from wooly_executor.runtime.calls import (
     returns_one_tensor,
 )
 from wooly_executor.runtime.device import TorchDevice
+from wooly_executor.runtime.families import CallOutline, call_outline
 from wooly_executor.runtime.fresh_memory import fills_results
 from wooly_executor.runtime.gpu_ranges import word_of
 from wooly_executor.runtime.guards import guarded, looks_at_values
@@ -59,6 +60,7 @@ class Lowered:
         fresh: which returned values are its results; None: all.
         single: it returns exactly one tensor.
         traced: it can be part of a segment: it is a call and nothing else.
+        outline: the call without its sizes; None: it cannot be part of a segment, or its arguments cannot be compared.
     """
 
     library: LibraryCall
@@ -80,6 +82,7 @@ class Lowered:
     fresh: tuple[int, ...] | None
     single: bool
     traced: bool
+    outline: CallOutline | None
 
 
 def lowered(
@@ -129,12 +132,16 @@ def _lower(form: Form, device: TorchDevice, anew: tuple[int, LibraryCall] | None
     ]
     rng = form.attr("rng")
     dynamic = gradients is None and any(form.operands[k].view is None for k in results)
+    plain = _is_plain(form, library, len(results), has_out=has_out)
+    traced = gradients is None and (covers or device.host) and plain
+    calling, flags = calling_of(form, library), settings_of(form, library, device)
+    outline = call_outline(library, form.params, calling.typed, flags, threads, covers) if traced else None
     return Lowered(
         library=library,
-        calling=calling_of(form, library),
+        calling=calling,
         gradients=gradients,
         threads=threads,
-        flags=settings_of(form, library, device),
+        flags=flags,
         covers=covers,
         repeatable=all(a.is_out for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write),
         word=word,
@@ -148,9 +155,8 @@ def _lower(form: Form, device: TorchDevice, anew: tuple[int, LibraryCall] | None
         deterministic=bool(form.attr("deterministic")),
         fresh=fresh_results(library.op),
         single=returns_one_tensor(library.op),
-        traced=gradients is None
-        and (covers or device.host)
-        and _is_plain(form, library, len(results), has_out=has_out),
+        traced=traced,
+        outline=outline,
     )
 
 

@@ -10,7 +10,8 @@ from wooly_wis.kernel.text import digest
 from wooly_wis.plan import STATUS, AllocStep, FreeStep, KernelStep, LibraryStep, Plan
 from wooly_wis.program import Form, Operand, Role, View
 
-from wooly_executor.runtime.prepared import Act, Launch, PreparedProgram
+from wooly_executor.runtime.acts import Act, Launch
+from wooly_executor.runtime.prepared import PreparedProgram
 
 #: Runs a kernel on the addresses of its arrays and on its scalars. Returns the ns of device time that other threads took.
 Run = Callable[[list[int], Sequence[Any]], int]

@@ -20,6 +20,7 @@ from wooly_wis.verifier import ProgramFacts
 from wooly_executor.bounds import WHOLE, Pieces
 from wooly_executor.bounds.division import Piece
 from wooly_executor.errors import OperationError, PoisonedError
+from wooly_executor.runtime.acts import Act, Launch
 from wooly_executor.runtime.adoption import Layout, adopt_dynamic, adopted, fits, fits_places, put
 from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, as_view, required_view
 from wooly_executor.runtime.calls import LibraryCall, filler, only, out_of_place, refers
@@ -38,7 +39,7 @@ from wooly_executor.runtime.invocation import (
 from wooly_executor.runtime.lowering import Lowered, lowered
 from wooly_executor.runtime.one_thread import Threads, choice_of_copy, on_one_thread
 from wooly_executor.runtime.parts import on_part, part_of
-from wooly_executor.runtime.prepared import Act, Launch, PreparedProgram
+from wooly_executor.runtime.prepared import PreparedProgram
 from wooly_executor.runtime.segments import (
     Free,
     Gather,
@@ -520,6 +521,7 @@ class _Preparation:
             zeros=not known.covers,
             flags=known.flags,
             threads=known.threads,
+            outline=known.outline,
         )
 
     def _read(self, view: Callable[[Tensor], Tensor], source: int, slot: int) -> int:

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from wooly_wis.dtypes import DType
-from wooly_wis.pauses import pause
-from wooly_wis.program import Form, Program, Role, View
+from wooly_wis.program import Program, View
 from wooly_wis.verifier import ProgramFacts
 
+from wooly_executor.runtime.acts import Act
+from wooly_executor.runtime.combining import CompiledSteps, combine, gathered
 from wooly_executor.runtime.core_use import CoreUse
+from wooly_executor.runtime.families import EARLY, Family, way_of
 from wooly_executor.runtime.frame import Step
-from wooly_executor.runtime.segments import (
-    CompiledSteps,
-    Gather,
-    Trace,
-    compile_steps,
-    gathered,
-    memory_name,
-    register_name,
-)
+from wooly_executor.runtime.segments import Gather, Place, Trace, memory_name, register_name
 from wooly_executor.runtime.torch_private import interpret_plainly
 
 #: Number of runs of a stretch across its edges before the stretch is compiled into fewer steps.
@@ -108,74 +101,6 @@ class Combination(NamedTuple):
     take: Callable[[CompiledSteps | None], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """A generated kernel, ready to run.
-
-    Attributes:
-        run: runs the kernel on the addresses of its arrays and the params of the run. Returns the device time of other threads,
-            in ns.
-        slots: the slot of each array.
-        dtypes: the dtype of each array.
-        params: the run's params that the kernel uses.
-    """
-
-    run: Callable[[list[int], Sequence[Any]], int]
-    slots: tuple[int, ...]
-    dtypes: tuple[DType, ...]
-    params: tuple[int, ...] = ()
-
-
-class Act(NamedTuple):
-    """One action of a program: an instruction, or a kernel that replaces several instructions.
-
-    Attributes:
-        at: index of the instruction, or of the first replaced instruction.
-        form: the form of this instruction.
-        slots: the slots of the instruction or the kernel.
-        first_param: index of its first param.
-        launch: the kernel, in place of an instruction.
-        lines: the instructions that the kernel replaces, as forms on slots.
-        dirty: for an `alloc`: the memory need not be zeroed, because the next act overwrites it.
-        notes: what was found out about the form (see `lowering`); None: nothing is kept.
-    """
-
-    at: int
-    form: Form
-    slots: tuple[int, ...]
-    first_param: int
-    launch: Launch | None = None
-    lines: tuple[tuple[Form, tuple[int, ...]], ...] = ()
-    dirty: bool = False
-    notes: dict[str, Any] | None = None
-
-    @property
-    def params(self) -> Sequence[int]:
-        """The run's params that the act uses."""
-        if self.launch is not None:
-            return self.launch.params
-        return range(self.first_param, self.first_param + len(self.form.params))
-
-    def writes(self) -> tuple[int, ...]:
-        """Return the slots that the act writes."""
-        done = self.lines or ((self.form, self.slots),)
-        return tuple([s for f, on in done for o, s in zip(f.operands, on, strict=True) if o.role is not Role.IN])
-
-
-def acts_of(program: Program, notes: Sequence[dict[str, Any]] = ()) -> list[Act]:
-    """Return a program's instructions as acts. `notes`: what was found out about each of its forms; empty: nothing."""
-    found: list[Act] = []
-    first_param = 0
-    for i, instruction in enumerate(program.body):
-        if not i & 63:
-            pause()
-        form = program.forms[instruction.form]
-        known = notes[instruction.form] if notes else None
-        found.append(Act(i, form, instruction.slots, first_param, None, (), False, known))
-        first_param += len(form.params)
-    return found
-
-
 @dataclass(slots=True)
 class PreparedProgram:
     """A program as steps.
@@ -213,6 +138,10 @@ class PreparedProgram:
         status: the status words of kernels and of these acts, on a GPU.
         kernel_permille: last measured share of kernels in the device time, in 1/1000, on a GPU.
         core_use: the cores that it occupies, on a GPU.
+        family: the programs that differ from it in sizes only; None: it shares nothing.
+        sizes: its sizes, for `family`.
+        settled: whether its edges stay as they are.
+        asked: whether its steps are combined, or will be.
         defers: whether steps are combined later, by who takes them from `later`; otherwise at once.
         later: steps that are to be combined.
     """
@@ -251,34 +180,76 @@ class PreparedProgram:
     status: Any = None
     kernel_permille: int = 0
     core_use: CoreUse = field(default_factory=CoreUse)
+    family: Family | None = None
+    sizes: Mapping[Place, Any] = field(default_factory=dict)
+    settled: bool = False
+    asked: bool = False
     defers: bool = False
     later: list[Combination] = field(default_factory=list)
 
-    def heat(self, *, graphs: bool = False) -> None:
+    def heat(self, *, graphs: bool = False, early: bool = False) -> None:
         """Combine steps into segments if this saves enough.
 
-        `graphs`: the steps will be captured as graphs. The steps that fill registers, and the steps that graphs cannot contain,
-        become separate ones.
+        Args:
+            graphs: the steps will be captured as graphs. The steps that fill registers, and the steps that graphs cannot contain,
+                become separate ones.
+            early: the program has hardly run. Its steps are combined if the family has shown how, or learns it.
         """
-        self._do(Combination(functools.partial(self._heated, graphs=graphs), self._use_hot))
-
-    def _do(self, combination: Combination) -> None:
-        if self.defers:
-            self.later.append(combination)
-        else:
-            combination.take(combination.make())
-
-    def _heated(self, *, graphs: bool) -> CompiledSteps | None:
-        stops = {bisect_left(self.where, edge) for edge in self.edges}
+        stops = sorted({bisect_left(self.where, edge) for edge in self.edges})
         alone = self.uncapturable if graphs else ()
-        found = compile_steps(self.traces, self.steps, self._needed(), stops, alone=alone, on_gpu=graphs)
-        if found is None and graphs:
-            gathers = [
-                (trace, step) for trace, step in zip(self.traces, self.steps, strict=True) if isinstance(trace, Gather)
-            ]
-            others = [k for k, trace in enumerate(self.traces) if not isinstance(trace, Gather)]
-            found = CompiledSteps(gathered(gathers), [self.steps[k] for k in others], others)
-        return found
+        self.asked = self._do(self._use_hot, stops, None, alone, graphs=graphs, early=early)
+
+    def _do(
+        self,
+        take: Callable[[CompiledSteps | None], None],
+        stops: Sequence[int],
+        within: range | None,
+        alone: Collection[int] = (),
+        *,
+        graphs: bool = False,
+        early: bool = False,
+    ) -> bool:
+        """Combine steps and give them to `take`: now if the family has shown how, else when `defers` says.
+
+        Returns:
+            Whether this is done or will be; else it is too early.
+        """
+        family = self.family
+        if family is not None:
+            known, combined, _ = family.known(way_of(self.traces, stops, within), self.sizes)
+            if known:
+                take(combined.steps(self.traces, self.steps, self.sizes) if combined is not None else None)
+                return True
+            if early and family.early >= EARLY:
+                return False
+            family.early += early
+        make = functools.partial(self._combined, stops, within, alone, graphs=graphs)
+        if self.defers:
+            self.later.append(Combination(make, take))
+        else:
+            take(make())
+        return True
+
+    def _combined(
+        self, stops: Sequence[int], within: range | None, alone: Collection[int], *, graphs: bool
+    ) -> CompiledSteps | None:
+        """Combine steps, in any thread, and let the family know how."""
+        family, way = self.family, way_of(self.traces, stops, within)
+        known, combined, opened = False, None, frozenset[Place]()
+        if family is not None:
+            known, combined, opened = family.known(way, self.sizes)
+        if not known:
+            combined = combine(self.traces, self._needed(), stops, within, alone, on_gpu=graphs, opened=opened)
+            # a run may have found out more about the layouts of results meanwhile
+            if family is not None and way == way_of(self.traces, stops, within):
+                family.keep(way, self.sizes, combined)
+        if combined is not None:
+            return combined.steps(self.traces, self.steps, self.sizes)
+        if not graphs:
+            return None
+        others = [k for k, trace in enumerate(self.traces) if not isinstance(trace, Gather)]
+        gathers = [(t, step) for t, step in zip(self.traces, self.steps, strict=True) if isinstance(t, Gather)]
+        return CompiledSteps(gathered(gathers), [self.steps[k] for k in others], others)
 
     def _use_hot(self, found: CompiledSteps | None) -> None:
         interpret_plainly()
@@ -321,9 +292,6 @@ class PreparedProgram:
         last = self.begins[end] if end < len(self.hot) else len(self.steps)
         hot = self.hot
 
-        def make() -> CompiledSteps | None:
-            return compile_steps(self.traces, self.steps, self._needed(), within=range(first, last))
-
         def take(made: CompiledSteps | None) -> None:
             interpret_plainly()
             if made is not None and len(made.hot) < end - begin and self.hot is hot:
@@ -332,7 +300,7 @@ class PreparedProgram:
                 self.whole[begin, end] = Stretch(made.hot, made.begins, took)
 
         self.whole[begin, end] = Stretch([], [])
-        self._do(Combination(make, take))
+        self._do(take, (), range(first, last))
         known = self.whole[begin, end]
         return known if isinstance(known, Stretch) and known.steps else None
 

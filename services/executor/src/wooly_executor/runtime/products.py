@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
@@ -132,6 +132,12 @@ class SplitProduct:
         self.sizes = (*sizes[1][:-1], whole)
         dim = 0 if opcode == "linear" else 1
         self.rest = (dim, whole, shape.columns - whole) if whole < shape.columns else None
+
+    @property
+    def key(self) -> Hashable:
+        """Everything that determines what it computes, apart from the library's operator."""
+        where, looks = (self._first, self._second, self._bias), (self.left, self.right, self.bias, self.apart)
+        return where, looks, self._given, self.sizes, self.rest
 
     def factors(self, given: Sequence[_T]) -> tuple[_T, _T, _T | None]:
         """The two factors and the bias among the arguments of the library's operator."""

@@ -48,6 +48,10 @@ class Prepared(Protocol):
 
     The positions of a program are its instructions and, for a split instruction, its pieces, all in order.
     """
+    settled: bool
+    """Whether `edges` stay as they are."""
+    family: Any
+    """The programs that differ from this one in sizes only (`families.Family`); None: it has none."""
     later: list[Any]
     """Steps that are to be combined, outside the thread that runs programs (`Combination`)."""
 

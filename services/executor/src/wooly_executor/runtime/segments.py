@@ -10,18 +10,16 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
-from wooly_wis.pauses import pause
 from wooly_wis.program import Attr, OperandRef, ParamKind, ParamRef, View
 
 from wooly_executor.runtime.adoption import Layout
-from wooly_executor.runtime.bindings import gathering, picker, scatter
+from wooly_executor.runtime.bindings import picker, scatter
 from wooly_executor.runtime.calls import Fill, LibraryCall, constant_tree, filler, refers
 from wooly_executor.runtime.fresh_memory import on_zeros
 from wooly_executor.runtime.invocation import with_flags
@@ -29,20 +27,8 @@ from wooly_executor.runtime.one_thread import Threads, on_one_thread
 from wooly_executor.runtime.products import SplitProduct
 from wooly_executor.runtime.torch_private import OpOverload, interpret, schema_of
 
-#: Minimum weight of the steps in a segment. A library call counts 2; new memory, a view, a copy or a fill counts 1. To call the
-#: interpreter takes 4 us, and it saves 1 to 2 us per step.
-WORTH = 6
+#: What a step weighs: see `combining.WORTH`.
 CALL, OTHER = 2, 1
-#: Maximum number of library calls in a segment. While the interpreter reads the text of a segment, it holds Python's lock, for
-#: about 17 us per call, so the device's thread waits.
-MOST_CALLS = 48
-#: Maximum memory that one segment may keep longer than its steps would, in bytes, on the host and on a GPU. The interpreter drops
-#: its own values after their last use, but values from outside are held until the segment ends, also if the program frees them
-#: within. On a GPU, this comes from the memory that sessions may not use (`torch_gpu.APART`).
-BYTES, BYTES_ON_GPU = 32 << 20, 192 << 20
-
-#: Minimum number of buffers that are read into registers together. For fewer buffers, this saves no time.
-GATHERED = 4
 
 #: Kinds of lists of tensors: the kind of their elements, and their type as the interpreter writes it.
 _LISTS = {
@@ -120,6 +106,7 @@ class Invoke:
         zeros: the operator needs zeroed memory (see `fresh_memory`).
         flags: the settings of CUDA's libraries that it asks for; None: it follows none of them.
         threads: how many threads of a CPU it should use.
+        outline: names the call without its sizes, and these sizes (see `families.CallOutline`).
     """
 
     call: LibraryCall
@@ -134,6 +121,7 @@ class Invoke:
     zeros: bool = False
     flags: tuple[str, ...] | None = None
     threads: Threads = Threads.ANY
+    outline: tuple[int, tuple[tuple[int, list[int]], ...]] | None = None
 
 
 def has_fixed_layout(step: Invoke) -> bool:
@@ -170,10 +158,19 @@ def memory_name(slot: int) -> str:
     return f"b{slot}"
 
 
-class Segment:
-    """The interpreter's text of one segment, and the function that runs it."""
+#: Where sizes stand: index of the step in the program, and their number among the sizes of this step.
+Place = tuple[int, int]
 
-    def __init__(self) -> None:
+
+class Segment:
+    """The interpreter's text of one segment, and the function that runs it.
+
+    Args:
+        open_places: the sizes at these places are not part of the text, but arguments, because they differ between the programs
+            that share the segment (see `families`).
+    """
+
+    def __init__(self, open_places: Collection[Place] = ()) -> None:
         self.steps: list[int] = []
         #: Number of its calls; weight of its steps; bytes that it keeps longer than its steps would.
         self.calls = self.weight = self.nbytes = 0
@@ -187,6 +184,9 @@ class Segment:
         #: Arguments that have other values in each run, and those whose value is fixed, but cannot be written in the text.
         self._given: list[tuple[str, str, Fill]] = []
         self._fixed_given: dict[tuple[str, str], tuple[str, Any]] = {}
+        #: Arguments with the sizes at the places in `open`, and these places.
+        self._open, self._open_given = open_places, list[tuple[str, str, Place]]()
+        self._at = self._sizes = 0
         self._freed: set[str] = set()
         self._zeros = False
         self._flags: tuple[str, ...] | None = None
@@ -210,12 +210,14 @@ class Segment:
         Raises:
             SeparateStepError: the step cannot be part of a segment; nothing is appended.
         """
-        lines, operators, given = len(self._lines), len(self._operators), len(self._given)
+        lines, operators = len(self._lines), len(self._operators)
+        given, opened = len(self._given), len(self._open_given)
+        self._at, self._sizes = at, 0
         try:
             self._add(step, at)
         except SeparateStepError:
             # Constants and outside names that only this step used may stay.
-            del self._lines[lines:], self._operators[operators:], self._given[given:]
+            del self._lines[lines:], self._operators[operators:], self._given[given:], self._open_given[opened:]
             raise
         self.steps.append(at)
         if not isinstance(step, Free):
@@ -237,7 +239,7 @@ class Segment:
         elif isinstance(step, Review):
             view = step.view
             values = [self._value(step.source), self._ints(view.sizes), self._ints(view.strides)]
-            values.append(self._number(view.offset // view.dtype.itemsize))
+            values.append(self._size(view.offset // view.dtype.itemsize))
             self._define([register_name(step.register)], "as_strided", values, at, None)
         elif isinstance(step, Write):
             values = [self._value(register_name(r)) for r in step.registers] + [self._number(v) for v in step.values]
@@ -260,9 +262,9 @@ class Segment:
             raise SeparateStepError
         if Layout.SAME_PLACES in step.trusted and not has_fixed_layout(step):
             raise SeparateStepError
-        declared, returned = _declared(op)
-        given = {name: v for (name, _, _), v in zip(declared, step.call.args, strict=False)} | dict(step.call.kwargs)
-        values = [self._argument(given.get(name, default), kind, step) for name, kind, default in declared]
+        arguments, returned = declared(op)
+        given = {name: v for (name, _, _), v in zip(arguments, step.call.args, strict=False)} | dict(step.call.kwargs)
+        values = [self._argument(given.get(name, default), kind, step) for name, kind, default in arguments]
         name, restrided = op.overloadpacket.__name__, [k is Layout.SAME_PLACES for k in step.trusted]
         results = [
             self._fresh() if other else register_name(r) for r, other in zip(step.results, restrided, strict=False)
@@ -388,18 +390,33 @@ class Segment:
             return self._constant("float", text)
         return self._give_fixed("float", value)
 
+    def _opened(self, kind: str) -> str | None:
+        """Count a place of sizes. If it is open, return the value of its argument."""
+        place = self._at, self._sizes
+        self._sizes += 1
+        if place not in self._open:
+            return None
+        name = self._fresh()
+        self._open_given.append((name, kind, place))
+        return "%" + name
+
+    def _size(self, value: int) -> str:
+        return self._opened("int") or self._number(value)
+
     def _ints(self, values: Sequence[Any]) -> str:
         if not all(type(v) is int for v in values):
             raise SeparateStepError
+        opened = self._opened("int[]")
+        if opened is not None:
+            return opened
         if values:
             return self._constant("int[]", "[" + ", ".join([str(v) for v in values]) + "]")
         return self._give_fixed("int[]", [])
 
     def _argument(self, value: Attr, kind: str, step: Invoke) -> str:
-        if kind.startswith("Optional["):
-            if value is None:
-                return self._none()
-            kind = kind.removeprefix("Optional[").removesuffix("]")
+        if kind.startswith("Optional[") and value is None:
+            return self._none()
+        kind = required(kind)
         if kind in _LISTS and isinstance(value, tuple):
             of, written = _LISTS[kind]
             parts = [self._argument(v, of, step) for v in value]
@@ -443,9 +460,8 @@ class Segment:
 
     # -- compilation -------------------------------------------------------------------------------------------------------
 
-    def compile(self, needed: Callable[[str], bool]) -> tuple[Callable[[Any], None] | None, list[int]]:
-        """Return one step that does the same as all steps; or None and the steps that the interpreter resolves to other
-        operators.
+    def compile(self, needed: Callable[[str], bool]) -> tuple[Part | None, list[int]]:
+        """Return a part that does the same as all steps; or None and the steps that the interpreter resolves to other operators.
 
         Args:
             needed: tells whether a name is used after the segment.
@@ -454,6 +470,7 @@ class Segment:
         outs, outside = [sorted(names, key=lambda n: n[0] != "r") for names in (outs, self._outside)]  # registers first
         head = [f"%{n} : Tensor" for n in outside] + [f"%{n} : {kind}" for n, kind, _ in self._given]
         head += [f"%{n} : {kind}" for (kind, _), (n, _) in self._fixed_given.items()]
+        head += [f"%{n} : {kind}" for n, kind, _ in self._open_given]
         constants = [
             f"  %{name} : {kind} = prim::Constant{f'[value={text}]' if text else ''}()"
             for (kind, text), name in self._constants.items()
@@ -468,42 +485,93 @@ class Segment:
         ]
         if wrong:
             return None, wrong
-        return self._step(function, outside, outs), []
-
-    def _step(self, function: Callable[..., Any], outside: list[str], outs: list[str]) -> Callable[[Any], None]:
-        registers, memory = picker(_numbers(outside, "r")), picker(_numbers(outside, "b"))
-        takes_memory = outside and outside[-1][0] == "b"
-        fills = [fill for _, _, fill in self._given]
-        fixed = tuple([value for _, value in self._fixed_given.values()])
-        made, made_memory = _numbers(outs, "r"), _numbers(outs, "b")
         gone = [n for n in self._freed if n not in self._inside]
-        gone_registers, gone_memory = _numbers(gone, "r"), _numbers(gone, "b")
-        owner = self._owner
+        return Part(
+            function,
+            picker(_numbers(outside, "r")),
+            picker(_numbers(outside, "b")),
+            any(n[0] == "b" for n in outside),
+            [fill for _, _, fill in self._given],
+            tuple([value for _, value in self._fixed_given.values()]),
+            tuple([place for _, _, place in self._open_given]),
+            _numbers(outs, "r"),
+            _numbers(outs, "b"),
+            _numbers(gone, "r"),
+            _numbers(gone, "b"),
+            self._owner,
+            self._flags,
+            self._threads,
+            self._zeros,
+        ), []
+
+
+class Part(NamedTuple):
+    """A compiled segment. All programs with its outline share it: only the sizes at open places are theirs.
+
+    Attributes:
+        function: the interpreter's function.
+        registers: picks the registers that it reads.
+        memory: picks the memory of slots that it reads.
+        takes_memory: whether it reads any.
+        fills: its arguments that have other values in each run.
+        fixed: its arguments whose values are fixed.
+        places: the places of its last arguments, which are sizes.
+        made: the registers that it fills.
+        made_memory: the slots whose memory it makes.
+        gone: the registers that it frees.
+        gone_memory: the slots whose memory it frees.
+        owner: the step that makes a value, by the value's name.
+        flags: the settings of CUDA's libraries that it asks for; None: it follows none of them.
+        threads: how many threads of a CPU it should use.
+        zeros: it needs zeroed memory.
+    """
+
+    function: Callable[..., Any]
+    registers: Callable[[Sequence[Any]], Sequence[Any]]
+    memory: Callable[[Sequence[Any]], Sequence[Any]]
+    takes_memory: bool
+    fills: list[Fill]
+    fixed: tuple[Any, ...]
+    places: tuple[Place, ...]
+    made: list[int]
+    made_memory: list[int]
+    gone: list[int]
+    gone_memory: list[int]
+    owner: dict[str, int]
+    flags: tuple[str, ...] | None
+    threads: Threads
+    zeros: bool
+
+    def step(self, sizes: Mapping[Place, Any]) -> Callable[[Any], None]:
+        """Return the segment as a step of a program. `sizes`: the program's sizes at the open places."""
+        function, registers, memory, takes_memory, fills, fixed, places, made, made_memory, *_ = self
+        gone, gone_memory, owner, n = self.gone, self.gone_memory, self.owner, len(made)
+        last = (*fixed, *[sizes[place] for place in places])
 
         def run(f: Any) -> None:
             r = f.registers
             try:
                 if fills or takes_memory:
                     p = f.params
-                    found = function(*registers(r), *memory(f.bases), *[fill(r, p) for fill in fills], *fixed)
+                    found = function(*registers(r), *memory(f.bases), *[fill(r, p) for fill in fills], *last)
                 else:
-                    found = function(*registers(r), *fixed)
+                    found = function(*registers(r), *last)
             except Exception as e:  # later releases of PyTorch also raise TypeError
                 raise _failure(str(e), owner) from e
             scatter(r, made, found)  # the memory comes after the registers
-            if gone_registers:
-                scatter(r, gone_registers, repeat(None))
+            if gone:
+                scatter(r, gone, repeat(None))
             if made_memory or gone_memory:
                 b = f.bases
-                for i, t in zip(made_memory, found[len(made) :], strict=True):
+                for i, t in zip(made_memory, found[n:], strict=True):
                     b[i] = t
                 for i in gone_memory:
                     b[i] = None
 
-        done = with_flags(run, self._flags) if self._flags else run
-        if self._threads is Threads.ONE:
+        done = with_flags(run, self.flags) if self.flags else run
+        if self.threads is Threads.ONE:
             done = on_one_thread(done)
-        return on_zeros(done) if self._zeros else done
+        return on_zeros(done) if self.zeros else done
 
 
 def _numbers(names: Iterable[str], letter: str) -> list[int]:
@@ -512,11 +580,16 @@ def _numbers(names: Iterable[str], letter: str) -> list[int]:
 
 
 @functools.cache
-def _declared(op: OpOverload) -> tuple[list[tuple[str, str, Attr]], list[tuple[str, bool]]]:
+def declared(op: OpOverload) -> tuple[list[tuple[str, str, Attr]], list[tuple[str, bool]]]:
     """Return what an operator declares: name, type and default of its arguments; type of its results, and if they are new."""
     schema = schema_of(op)
     arguments = [(a.name, str(a.type), _default(a)) for a in schema.arguments]
     return arguments, [(str(r.type), r.alias_info is None) for r in schema.returns]
+
+
+def required(kind: str) -> str:
+    """Return the type of an argument's value if it is given."""
+    return kind[len("Optional[") : -1] if kind.startswith("Optional[") else kind
 
 
 def _default(argument: Any) -> Attr:
@@ -539,127 +612,3 @@ def _failure(text: str, owner: dict[str, int]) -> SegmentError:
     found = _FAILED.search(text)
     message = text.rpartition("\nRuntimeError: ")[2].strip() or text
     return SegmentError(message, owner.get(found.group(1)) if found else None)
-
-
-class CompiledSteps(NamedTuple):
-    """The steps of a program, with some of them combined into segments.
-
-    Attributes:
-        gathers: steps that fill registers from buffers; they run first.
-        hot: all other steps, in order.
-        begins: for each step of `hot`, the index of its first original step.
-    """
-
-    gathers: list[Callable[[Any], None]]
-    hot: list[Callable[[Any], None]]
-    begins: list[int]
-
-
-def compile_steps(
-    traces: Sequence[Trace | None],
-    steps: Sequence[Callable[[Any], None]],
-    needed_after: Callable[[str, int], bool],
-    stops: Collection[int] = (),
-    within: range | None = None,
-    alone: Collection[int] = (),
-    *,
-    on_gpu: bool = False,
-) -> CompiledSteps | None:
-    """Combine stretches of traced steps into segments.
-
-    Args:
-        traces: the description of each step; None: it has none.
-        steps: the steps.
-        needed_after: tells whether a name is used from the step with this index on.
-        stops: steps that are not combined with earlier steps.
-        within: the steps to use; None: all.
-        alone: steps that are not combined.
-        on_gpu: whether the steps compute on a GPU.
-
-    Returns:
-        The steps with segments; None if segments save nothing.
-    """
-    apart, most = set(alone), BYTES_ON_GPU if on_gpu else BYTES
-    for _ in range(8):
-        found = _compiled(traces, steps, needed_after, apart, stops, within or range(len(steps)), most)
-        if not isinstance(found, set):
-            return found
-        apart |= found
-    return None
-
-
-def _compiled(
-    traces: Sequence[Trace | None],
-    steps: Sequence[Callable[[Any], None]],
-    needed_after: Callable[[str, int], bool],
-    apart: set[int],
-    stops: Collection[int],
-    within: range,
-    most: int,
-) -> CompiledSteps | set[int] | None:
-    """Do the same as `compile_steps`, with the steps in `apart` outside of all segments, and at most `most` bytes held in each.
-
-    Returns:
-        The steps with segments; None if segments save nothing. A set: add these steps to `apart`, and try again.
-    """
-    segments: list[Segment | int] = []
-    stopped = False
-    gathers: list[tuple[Gather, Callable[[Any], None]]] = []
-    for at in within:
-        pause()
-        trace, step = traces[at], steps[at]
-        stopped = stopped or at in stops
-        if isinstance(trace, Gather):
-            gathers.append((trace, step))
-            continue
-        if trace is not None and at not in apart:
-            last = segments[-1] if segments else None
-            if (
-                not isinstance(last, Segment)
-                or last.nbytes > most
-                or last.calls >= MOST_CALLS
-                or stopped
-                or last.clashes(trace)
-            ):
-                segments.append(last := Segment())
-                stopped = False
-            try:
-                last.add(trace, at)
-            except SeparateStepError:
-                pass
-            else:
-                continue
-        segments.append(at)
-    out: list[Callable[[Any], None]] = []
-    begins: list[int] = []
-    wrong: set[int] = set()
-    for segment in segments:
-        if isinstance(segment, Segment) and segment.weight >= WORTH:
-            pause()
-            after = segment.steps[-1] + 1
-            run, others = segment.compile(lambda name, after=after: needed_after(name, after))  # type: ignore[misc]
-            wrong.update(others)
-            if run is not None:
-                out.append(run)
-                begins.append(segment.steps[0])
-        else:
-            for at in segment.steps if isinstance(segment, Segment) else [segment]:
-                out.append(steps[at])
-                begins.append(at)
-    if wrong:
-        return wrong
-    if len(out) + len(gathers) == len(within):
-        return None
-    return CompiledSteps(gathered(gathers), out, begins)
-
-
-def gathered(gathers: Sequence[tuple[Gather, Callable[[Any], None]]]) -> list[Callable[[Any], None]]:
-    """Combine steps that fill registers from buffers, where each buffer keeps the tensor of its view from run to run."""
-    times = Counter([gather.slot for gather, _ in gathers])
-    alike = [gather.view.offset == 0 and times[gather.slot] == 1 for gather, _ in gathers]
-    if sum(alike) < GATHERED:
-        return [step for _, step in gathers]
-    together = [both for both, yes in zip(gathers, alike, strict=True) if yes]
-    found = [step for (_, step), yes in zip(gathers, alike, strict=True) if not yes]
-    registers, slots, views = zip(*[gather for gather, _ in together], strict=True)
-    return [*found, gathering(registers, slots, views, [step for _, step in together])]

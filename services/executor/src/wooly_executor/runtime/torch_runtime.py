@@ -15,12 +15,15 @@ from wooly_wis.verifier import ProgramFacts
 
 from wooly_executor.bounds import Bounds
 from wooly_executor.bounds.limits import default_limits
+from wooly_executor.runtime.acts import acts_of
 from wooly_executor.runtime.buffers import Buffer
+from wooly_executor.runtime.combining import most_held
 from wooly_executor.runtime.device import TorchDevice
 from wooly_executor.runtime.execution import StepExecution
+from wooly_executor.runtime.families import Families, outline_of
 from wooly_executor.runtime.foreign import Foreign
 from wooly_executor.runtime.preparation import prepare_acts
-from wooly_executor.runtime.prepared import PreparedProgram, acts_of
+from wooly_executor.runtime.prepared import PreparedProgram
 from wooly_executor.runtime.protocol import Execution, Outcome
 from wooly_executor.runtime.sparse import operators as _sparse_operators  # noqa: F401 - registers their kernels
 
@@ -45,6 +48,7 @@ class TorchRuntime:
         self.defers = False
         self.device = device
         self.foreign = Foreign()
+        self._families = Families()
         self.bounds = Bounds(default_limits(host=device.host, cores=torch.get_num_threads()))
 
     def allocate(self, nbytes: int) -> Buffer:
@@ -61,9 +65,26 @@ class TorchRuntime:
             OperationError: an operator is not available on this device.
             TooMuchWorkError: an instruction exceeds the limits of the device.
         """
-        return prepare_acts(
-            program, facts, acts_of(program, notes), self.foreign, self.device, self.bounds.pieces(program)
+        pieces = self.bounds.pieces(program)
+        prepared = prepare_acts(program, facts, acts_of(program, notes), self.foreign, self.device, pieces)
+        if self.device.host and not pieces and not prepared.foreign:
+            self._find_family(prepared)
+        return prepared
+
+    def _find_family(self, prepared: PreparedProgram) -> None:
+        """Let a program share what it can with the programs that differ from it in sizes only."""
+        found = outline_of(
+            prepared.acts,
+            prepared.traces,
+            prepared.owner,
+            most_held(on_gpu=False),
+            tuple(prepared.slot_of),
+            tuple([(slot, register) for slot, register, _, _ in prepared.kept]),
+            tuple([slot for slot, _ in prepared.made]),
         )
+        if found is not None:
+            outline, prepared.sizes = found
+            prepared.family = self._families.of(outline)
 
     def begin(
         self,
@@ -83,7 +104,10 @@ class TorchRuntime:
         prepared.runs += 1
         prepared.defers = self.defers
         if prepared.runs == self._hot:
-            prepared.heat(graphs=not self.device.host)
+            if not prepared.asked:
+                prepared.heat(graphs=not self.device.host)
+        elif prepared.settled and prepared.runs == 2:  # the first run has shown the layouts of results
+            prepared.heat(early=True)
 
     def run(self, prepared: Any, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]) -> Outcome:
         """Run a program from begin to end."""

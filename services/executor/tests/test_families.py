@@ -1,0 +1,236 @@
+"""Programs that differ in sizes only share their combined steps and their estimate. The reference runs each one literally."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from wooly_executor.estimates import SETTLED
+from wooly_executor.programs import ProgramStore
+from wooly_executor.runtime import combining, families
+from wooly_executor.runtime import prepared as prepared_programs
+from wooly_executor.runtime.buffers import Buffer, bytes_of
+from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
+from wooly_testkit.effort import examples
+from wooly_testkit.reference import ReferenceRuntime
+from wooly_wis.dtypes import DType
+from wooly_wis.program import OperandRef, ParamKind, ParamRef, View
+
+F = DType.F32
+REFS = [OperandRef(i) for i in range(4)]
+
+
+@pytest.fixture(autouse=True)
+def every_call_is_worth_it():
+    """Combine steps even if this saves nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(combining, "WORTH", 1)
+        yield
+
+
+class Growing:
+    """A program under construction on tensors of [rows, n] elements.
+
+    Attributes:
+        body: the program.
+        last: name of the newest tensor.
+        inputs: numbers of elements of the inputs.
+        params: values of the params.
+    """
+
+    def __init__(self, wis, rows, n):
+        self.wis, self.body, self.rows, self.n = wis, wis.body(), rows, n
+        self.last, self.inputs, self.params = "x", {"x": rows * n}, []
+        self.v = View(F, (rows, n), (n, 1))
+        self._names = 0
+
+    def new(self, v=None):
+        self._names += 1
+        name, v = f"t{self._names}", v or self.v
+        self.body.alloc(name, v.end)
+        return name, v
+
+    def call(self, operator, *operands, out=None, **more):
+        name, v = self.new(out)
+        self.body.call(operator, *operands, ("out", name, v), **more)
+        return name
+
+    # what a program may do next; `c` is a constant
+
+    def exp(self, c):
+        self.last = self.call("aten.exp.default", ("in", self.last, self.v))
+
+    def add_constant(self, c):
+        self.last = self.call("aten.add.Tensor", ("in", self.last, self.v), args=(REFS[0], c))
+
+    def add_param(self, c):
+        self.params.append(float(c))
+        self.last = self.call(
+            "aten.add.Tensor", ("in", self.last, self.v), args=(REFS[0], ParamRef(0)), params=[ParamKind.F64]
+        )
+
+    def add_transposed(self, c):
+        """Reads a copy of the transposed tensor through a view, at an offset."""
+        rows, n = self.rows, self.n
+        name, _ = self.new(View(F, (rows + 1, n), (n, 1)))
+        self.body.fill(name, View(F, (n,), (1,)), 2.0)
+        self.body.copy(self.last, View(F, (n, rows), (1, n)), name, View(F, (n, rows), (1, n), 4 * n))
+        lower = View(F, (rows, n), (n, 1), 4 * n)
+        self.last = self.call("aten.add.Tensor", ("in", self.last, self.v), ("in", name, lower))
+        self.body.free(name)
+
+    def expand_sum(self, c):
+        """A result that a later call reads through another view."""
+        row = View(F, (1, self.n), (self.n, 1))
+        total = self.call("aten.sum.dim_IntList", ("in", self.last, self.v), args=(REFS[0], (0,), True), out=row)
+        wide = View(F, (self.rows, self.n), (0, 1))
+        self.last = self.call("aten.mul.Tensor", ("in", self.last, self.v), ("in", total, wide))
+
+    def pad(self, c):
+        """Sizes as an argument of a call."""
+        wide = View(F, (self.rows, 2 * self.n - 1), (2 * self.n - 1, 1))
+        both = self.call(
+            "aten.reflection_pad1d.default", ("in", self.last, self.v), args=(REFS[0], (0, self.n - 1)), out=wide
+        )
+        self.last = self.call("aten.neg.default", ("in", both, View(F, (self.rows, self.n), (self.n, 1))))
+        self.body.free(both)
+
+    def in_place(self, c):
+        half = View(F, (self.rows, max(self.n - 1, 1)), (self.n, 1))
+        name, _ = self.new()
+        self.body.copy(self.last, self.v, name, self.v)
+        self.body.call("aten.mul_.Tensor", ("inout", name, half), args=(REFS[0], c))
+        self.last = name
+
+    def cat(self, c):
+        wide = View(F, (self.rows, 2 * self.n), (2 * self.n, 1))
+        both = self.call(
+            "aten.cat.default", ("in", self.last, self.v), ("in", "x", self.v), args=((REFS[0], REFS[1]), 1), out=wide
+        )
+        self.last = self.call(
+            "aten.sin.default", ("in", both, View(F, (self.rows, self.n), (2 * self.n, 1), 4 * self.n))
+        )
+
+    def transposed_result(self, c):
+        """The library returns this result with the strides of its operand."""
+        across = View(F, (self.n, self.rows), (1, self.n))
+        self.last = self.call("aten.cos.default", ("in", self.last, across), out=across)
+
+
+STEPS = [name for name, of in vars(Growing).items() if callable(of) and name[0] != "_" and name not in ("new", "call")]
+CONSTANTS = [0.0, -0.0, 1, 1.0, True, 2, 0.5]
+
+
+def build(wis, rows, n, steps):
+    growing = Growing(wis, rows, n)
+    growing.exp(0.0)
+    for name, c in steps:
+        getattr(growing, name)(c)
+    return growing
+
+
+def left_by(runtime, store, growing, times):
+    """The outcome and the bytes of all buffers after the last of some runs, and the program."""
+    body, ids = growing.body, {name: i for i, name in enumerate(growing.body.names)}
+    ready = store.define(body.raw)
+    for _ in range(times):
+        buffers = {}
+        for name, n in growing.inputs.items():
+            buffers[ids[name]] = Buffer(4 * n, torch.linspace(-1, 1, n).view(torch.uint8).clone())
+        outcome = runtime.run(ready.prepared, buffers, list(ids.values()), growing.params)
+    found = {i: bytes(bytes_of(b.base, 0, b.nbytes).numpy()) for i, b in buffers.items()}
+    return (outcome.failed_at, outcome.error, found), ready.prepared
+
+
+@given(
+    variants=st.lists(
+        st.lists(st.tuples(st.sampled_from(STEPS), st.sampled_from(CONSTANTS)), max_size=7), min_size=1, max_size=2
+    ),
+    shapes=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 5)), min_size=2, max_size=5),
+)
+@settings(max_examples=examples(60, 600), deadline=None, derandomize=True)
+def test_programs_of_a_family_have_the_results_of_the_reference(wis, variants, shapes):
+    """Programs with different constants or steps run on the same runtime, so that their families could be confused."""
+    runtime, reference = TorchCpuRuntime(hot=2), ReferenceRuntime()
+    store, other = ProgramStore(runtime), ProgramStore(reference)
+    with torch.inference_mode():
+        for rows, n in shapes:
+            for steps in variants:
+                growing = build(wis, rows, n, steps)
+                found, _ = left_by(runtime, store, growing, times=3)
+                assert found == left_by(reference, other, growing, times=1)[0]
+
+
+def attention(wis, n):
+    return build(wis, 2, n, [(name, 0.5) for name in ("exp", "cat", "expand_sum", "add_transposed", "in_place", "pad")])
+
+
+def test_the_third_program_of_a_family_is_combined_without_a_compilation(wis, monkeypatch):
+    combined, opened = [], []
+    combine = prepared_programs.combine
+
+    def counted(*args, **kwargs):
+        opened.append(kwargs["opened"])
+        combined.append(combine(*args, **kwargs))
+        return combined[-1]
+
+    monkeypatch.setattr(prepared_programs, "combine", counted)
+    runtime = TorchCpuRuntime(hot=2)
+    store = ProgramStore(runtime)
+    with torch.inference_mode():
+        found = [left_by(runtime, store, attention(wis, n), times=3)[1] for n in (3, 5, 9, 12)]
+    assert len({id(prepared.family) for prepared in found}) == 1
+    assert len(combined) == 2 and not opened[0] and opened[1]
+    assert all(len(prepared.hot) == 1 for prepared in found)
+    assert found[0].sizes != found[1].sizes
+
+
+@pytest.mark.parametrize("other", [[("add_constant", -0.0)], [("add_constant", 0)], [("add_constant", False)], []])
+def test_programs_that_differ_in_more_than_sizes_have_other_families(wis, other):
+    store = ProgramStore(TorchCpuRuntime())
+    one, another = (store.define(build(wis, 2, 3, steps).body.raw) for steps in ([("add_constant", 0.0)], other))
+    assert one.prepared.family is not another.prepared.family
+    assert store.define(build(wis, 2, 4, [("add_constant", 0.0)]).body.raw).prepared.family is one.prepared.family
+
+
+def test_program_of_a_family_with_settled_edges_is_combined_from_its_second_run_on(wis):
+    runtime = TorchCpuRuntime()
+    store = ProgramStore(runtime)
+
+    def run(n, times):
+        growing = attention(wis, n)
+        ready = store.define(growing.body.raw)
+        for _ in range(times):
+            left_by(runtime, store, growing, times=1)
+            cut = ready.estimate.cut
+            ready.observe(cut, 0, [1_000] * len(cut.kernels))
+        return ready
+
+    with torch.inference_mode():
+        first = run(3, SETTLED)
+        assert first.estimate.settled and not first.prepared.hot
+        for n in (4, 5, 6):
+            ready = run(n, 1)
+            assert ready.estimate is first.estimate and ready.prepared.settled and not ready.prepared.hot
+            run(n, 1)
+            assert ready.prepared.hot
+        assert first.prepared.family.early == 2  # the third one knew how
+
+
+def test_programs_of_a_family_that_take_other_times_have_other_estimates(wis):
+    store = ProgramStore(TorchCpuRuntime())
+    one, near, far = (store.define(attention(wis, n).body.raw) for n in (800, 810, 8_000))
+    assert one.prepared.family is near.prepared.family is far.prepared.family
+    assert one.estimate is near.estimate and one.estimate is not far.estimate
+
+
+def test_families_and_their_ways_are_bounded(monkeypatch):
+    monkeypatch.setattr(families, "FAMILIES", 2)
+    known = families.Families()
+    first = known.of("a")
+    assert known.of("b") is not first and known.of("a") is first
+    known.of("c")
+    assert known.of("a") is first
+    family = families.Family()
+    for way in range(families.WAYS + 1):
+        family.keep(way, {}, None)
+    assert family.known(0, {})[0] is False and family.known(1, {})[0] is True
