@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wooly_executor.estimates import SETTLED
+from wooly_executor.estimates import DEFAULT_RATES, SETTLED, Estimates
 from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime import combining, families
 from wooly_executor.runtime import prepared as prepared_programs
@@ -213,14 +213,46 @@ def test_program_of_a_family_with_settled_edges_is_combined_from_its_second_run_
             assert ready.estimate is first.estimate and ready.prepared.settled and not ready.prepared.hot
             run(n, 1)
             assert ready.prepared.hot
-        assert first.prepared.family.early == 2  # the third one knew how
+        assert first.prepared.family.learned == 2  # the third one knew how
 
 
-def test_programs_of_a_family_that_take_other_times_have_other_estimates(wis):
-    store = ProgramStore(TorchCpuRuntime())
-    one, near, far = (store.define(attention(wis, n).body.raw) for n in (800, 810, 8_000))
-    assert one.prepared.family is near.prepared.family is far.prepared.family
-    assert one.estimate is near.estimate and one.estimate is not far.estimate
+@pytest.mark.parametrize(
+    ("form_ns", "shared"),
+    [
+        ([10_000, 100_000, 1_000], True),
+        ([11_000, 105_000, 5_900], True),
+        ([10_000, 121_000, 1_000], False),
+        ([10_000, 100_000, 12_000], False),  # a twelfth of the whole, but twelve times as long as expected
+    ],
+)
+def test_programs_of_a_family_share_an_estimate_if_they_should_take_about_the_same_time(wis, form_ns, shared):
+    v, body = wis.at(F, 4), wis.body()
+    for operator in ("exp", "sin", "neg"):
+        body.call(
+            f"aten.{operator}.out", ("in", "x", v), ("inout", "y", v), args=(REFS[0],), kwargs=(("out", REFS[1]),)
+        )
+    program, family, known = body.program, families.Family(), Estimates()
+    first = known.of(family, program, [10_000, 100_000, 1_000], DEFAULT_RATES)
+    assert (known.of(family, program, form_ns, DEFAULT_RATES) is first) is shared
+    assert known.of(families.Family(), program, [10_000, 100_000, 1_000], DEFAULT_RATES) is not first
+
+
+def test_program_waits_while_another_one_of_the_family_learns_how_to_combine_the_steps(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(families.time, "monotonic", lambda: now[0])
+    family = families.Family()
+    assert family.learns("way", early=True) and not family.learns("way", early=True)
+    assert family.learns("another way", early=True) and family.learns("way", early=False)
+    family.keep("way", {}, None)
+    family.gave_up("another way")
+    assert family.learned == 2 and family.known("way", {})[0] and not family.known("another way", {})[0]
+    assert family.learns("another way", early=True)
+    now[0] += families.LOST_S  # it will never answer
+    assert family.learns("another way", early=True)
+    for _ in range(families.EARLY):
+        now[0] += families.LOST_S
+        last = family.learns("another way", early=True)
+    assert not last and family.learns("another way", early=False)
 
 
 def test_families_and_their_ways_are_bounded(monkeypatch):

@@ -32,6 +32,8 @@ LEAST_NS = 1_000
 LONGEST_NS = 50_000_000
 #: Maximum number of estimates of one family.
 ALIKE = 8
+#: Difference of two times of an instruction, in ns, that is small beside the distance of two edges.
+NEAR_NS = 5_000
 _WHOLE: Mapping[int, int] = MappingProxyType({})
 #: Rates of a device of which nothing is known.
 DEFAULT_RATES = Rates(1, 1, 1)
@@ -201,7 +203,7 @@ class Estimates:
         with self._lock:
             known = self._known.setdefault(family, [])
             for theirs, estimate in known:
-                if all(map(_is_close, expected, theirs)):
+                if _are_close(expected, theirs):
                     return estimate
             estimate = Estimate(program, form_ns, rates=rates)
             known.append((expected, estimate))
@@ -209,9 +211,14 @@ class Estimates:
         return estimate
 
 
-def _is_close(a: int, b: int) -> bool:
-    """Whether two times differ by at most a fifth."""
-    return 5 * abs(a - b) <= max(a, b)
+def _are_close(times: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether the times of two programs differ by at most a fifth, as a whole and for each instruction that takes long."""
+    apart = [abs(a - b) for a, b in zip(times, others, strict=True)]
+    if 5 * sum(apart) > sum(others):
+        return False
+    return max(apart, default=0) <= NEAR_NS or all(
+        5 * ns <= other for ns, other in zip(apart, others, strict=True) if ns > NEAR_NS
+    )
 
 
 def _scale(positions: list[int], begin: int, end: int, measured: int, *, least: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -286,7 +286,7 @@ def refers(value: Attr) -> bool:
     return isinstance(value, tuple) and any(refers(v) for v in value)
 
 
-Fill = Callable[[list[Any], list[Any]], Any]
+Fill = Callable[[list[Any], Sequence[Any]], Any]
 
 
 def filler(

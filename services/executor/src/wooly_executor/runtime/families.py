@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -32,8 +33,10 @@ MOST_STEPS: Final = 2048
 FAMILIES: Final = 512
 WAYS: Final = 8
 CALLS: Final = 1 << 14
-#: Maximum number of compilations of a way to combine steps for programs that have hardly run.
+#: Maximum number of compilations of a family for programs that have hardly run.
 EARLY: Final = 6
+#: Seconds after which a program that should find out how to combine its steps is lost, for example because its session has ended.
+LOST_S: Final = 1.0
 
 _SIMPLE = (bool, int, float, complex, str, DType, OperandRef, ParamRef, Symbol, type(None))
 
@@ -97,21 +100,26 @@ def _is_simple(value: Attr) -> bool:
 
 
 class Family:
-    """What the programs of one outline share."""
+    """What the programs of one outline share.
 
-    __slots__ = ("__weakref__", "_lock", "_ways", "early")
+    Attributes:
+        learned: number of times that it has learned how to combine steps.
+    """
+
+    __slots__ = ("__weakref__", "_early", "_learning", "_lock", "_ways", "learned")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ways: OrderedDict[Hashable, tuple[Combined | None, Mapping[Place, Any]]] = OrderedDict()
-        #: Number of compilations so far for programs that have hardly run.
-        self.early = 0
+        #: When a program began to find out how, by way.
+        self._learning: dict[Hashable, float] = {}
+        self._early = self.learned = 0
 
     def known(self, way: Hashable, sizes: Mapping[Place, Any]) -> tuple[bool, Combined | None, frozenset[Place]]:
         """Return whether it is known how to combine the steps of a program, how, and the places to open otherwise.
 
         Args:
-            way: what else determines how the steps are combined.
+            way: what else determines how the steps are combined (see `way_of`).
             sizes: the program's sizes.
         """
         with self._lock:
@@ -127,12 +135,34 @@ class Family:
             return True, combined, frozenset()
         return False, None, combined.opened | differing
 
+    def learns(self, way: Hashable, *, early: bool) -> bool:
+        """Note that a program is about to find out how to combine its steps, with `keep` or `gave_up` at the end.
+
+        `early`: the program has hardly run, so it may wait. Returns whether it should: not if another one does it already, or if
+        too many have.
+        """
+        now = time.monotonic()
+        with self._lock:
+            if early and (self._early >= EARLY or now - self._learning.get(way, -LOST_S) < LOST_S):
+                return False
+            self._early += early
+            self._learning[way] = now
+        return True
+
     def keep(self, way: Hashable, sizes: Mapping[Place, Any], combined: Combined | None) -> None:
         """Remember how the steps of a program are combined; None: it saves nothing."""
         with self._lock:
             self._ways[way] = combined, sizes
             if len(self._ways) > WAYS:
                 self._ways.popitem(last=False)
+            self._learning.pop(way, None)
+            self.learned += 1
+
+    def gave_up(self, way: Hashable) -> None:
+        """Note that a program has not found out how to combine its steps."""
+        with self._lock:
+            self._learning.pop(way, None)
+            self.learned += 1
 
 
 class Families:
@@ -198,7 +228,7 @@ def outline_of(
             key += (trace.slot, trace.dtype, trace.device, trace.zeroed, trace.threads)
             sizes[at, 0] = [-(-trace.nbytes // trace.dtype.itemsize)]
         elif isinstance(trace, Write):
-            key += (trace.op, trace.registers, repr(trace.values), trace.threads)
+            key += (trace.op, trace.registers, repr(trace.values), trace.first_param, trace.params, trace.threads)
         else:
             form = acts[owner[at]].form
             key += (form.opcode, repr(form.attr("name")))

@@ -234,13 +234,13 @@ def calling(how: Calling, registers: dict[int, int], first_param: int, device: T
 
         def two(f: Frame) -> Any:
             r, p = f.registers, f.params
-            return fn(first(r, p), second(r, p))  # type: ignore[arg-type]
+            return fn(first(r, p), second(r, p))
 
         return two
 
     def general(f: Frame) -> Any:
         r, p = f.registers, f.params
-        return fn(*[g(r, p) for g in fills], **{k: g(r, p) for k, g in named})  # type: ignore[arg-type]
+        return fn(*[g(r, p) for g in fills], **{k: g(r, p) for k, g in named})
 
     return general
 

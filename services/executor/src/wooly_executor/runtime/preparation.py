@@ -23,7 +23,7 @@ from wooly_executor.errors import OperationError, PoisonedError
 from wooly_executor.runtime.acts import Act, Launch
 from wooly_executor.runtime.adoption import Layout, adopt_dynamic, adopted, fits, fits_places, put
 from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, as_view, required_view
-from wooly_executor.runtime.calls import LibraryCall, filler, only, out_of_place, refers
+from wooly_executor.runtime.calls import LibraryCall, filler, only, out_of_place
 from wooly_executor.runtime.device import HOST, MAPPED_FROM, TorchDevice
 from wooly_executor.runtime.foreign import Foreign, arguments_of
 from wooly_executor.runtime.frame import Frame, Step
@@ -283,12 +283,10 @@ class _Preparation:
 
         self._step(run)
 
-    def _write(self, write: Callable[[Frame], None], target: View, trace: Write | None) -> None:
+    def _write(self, write: Callable[[Frame], None], target: View, trace: Write) -> None:
         """Add a copy or a fill as a step."""
         threads = choice_of_copy(target.numel) if self._device.host else Threads.ANY
-        if trace is not None:
-            trace = trace._replace(threads=threads)
-        self._step(on_one_thread(write) if threads is Threads.ONE else write, trace)
+        self._step(on_one_thread(write) if threads is Threads.ONE else write, trace._replace(threads=threads))
 
     def _instruction(self, i: int, act: Act) -> None:
         form, slots = act.form, act.slots
@@ -312,9 +310,9 @@ class _Preparation:
             value = filler(number, {}, self._first_param, {})
 
             def fill(f: Frame) -> None:
-                f.registers[to].fill_(value(f.registers, list(f.params)))
+                f.registers[to].fill_(value(f.registers, f.params))
 
-            self._write(fill, target, None if refers(number) else Write(_FILL, (to,), (number,)))
+            self._write(fill, target, Write(_FILL, (to,), (number,), self._first_param, form.params))
         elif form.opcode == OPCODE:
             self._foreign_launch(form, slots)
         elif form.opcode == "sleep":

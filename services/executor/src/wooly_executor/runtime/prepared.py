@@ -15,7 +15,7 @@ from wooly_wis.verifier import ProgramFacts
 from wooly_executor.runtime.acts import Act
 from wooly_executor.runtime.combining import CompiledSteps, combine, gathered
 from wooly_executor.runtime.core_use import CoreUse
-from wooly_executor.runtime.families import EARLY, Family, way_of
+from wooly_executor.runtime.families import Family, way_of
 from wooly_executor.runtime.frame import Step
 from wooly_executor.runtime.segments import Gather, Place, Trace, memory_name, register_name
 from wooly_executor.runtime.torch_private import interpret_plainly
@@ -142,6 +142,7 @@ class PreparedProgram:
         sizes: its sizes, for `family`.
         settled: whether its edges stay as they are.
         asked: whether its steps are combined, or will be.
+        tried: `Family.learned` when it was last tried to combine its steps; -1: never.
         defers: whether steps are combined later, by who takes them from `later`; otherwise at once.
         later: steps that are to be combined.
     """
@@ -184,6 +185,7 @@ class PreparedProgram:
     sizes: Mapping[Place, Any] = field(default_factory=dict)
     settled: bool = False
     asked: bool = False
+    tried: int = -1
     defers: bool = False
     later: list[Combination] = field(default_factory=list)
 
@@ -197,6 +199,7 @@ class PreparedProgram:
         """
         stops = sorted({bisect_left(self.where, edge) for edge in self.edges})
         alone = self.uncapturable if graphs else ()
+        self.tried = self.family.learned if self.family is not None else 0
         self.asked = self._do(self._use_hot, stops, None, alone, graphs=graphs, early=early)
 
     def _do(
@@ -212,17 +215,17 @@ class PreparedProgram:
         """Combine steps and give them to `take`: now if the family has shown how, else when `defers` says.
 
         Returns:
-            Whether this is done or will be; else it is too early.
+            Whether this is done or will be; else it is too early (`Family.learns`).
         """
         family = self.family
         if family is not None:
-            known, combined, _ = family.known(way_of(self.traces, stops, within), self.sizes)
+            way = way_of(self.traces, stops, within)
+            known, combined, _ = family.known(way, self.sizes)
             if known:
                 take(combined.steps(self.traces, self.steps, self.sizes) if combined is not None else None)
                 return True
-            if early and family.early >= EARLY:
+            if not family.learns(way, early=early):
                 return False
-            family.early += early
         make = functools.partial(self._combined, stops, within, alone, graphs=graphs)
         if self.defers:
             self.later.append(Combination(make, take))
@@ -239,10 +242,16 @@ class PreparedProgram:
         if family is not None:
             known, combined, opened = family.known(way, self.sizes)
         if not known:
-            combined = combine(self.traces, self._needed(), stops, within, alone, on_gpu=graphs, opened=opened)
-            # a run may have found out more about the layouts of results meanwhile
-            if family is not None and way == way_of(self.traces, stops, within):
-                family.keep(way, self.sizes, combined)
+            kept = False
+            try:
+                combined = combine(self.traces, self._needed(), stops, within, alone, on_gpu=graphs, opened=opened)
+                # a run may have found out more about the layouts of results meanwhile
+                kept = way == way_of(self.traces, stops, within)
+            finally:
+                if family is not None and kept:
+                    family.keep(way, self.sizes, combined)
+                elif family is not None:
+                    family.gave_up(way)
         if combined is not None:
             return combined.steps(self.traces, self.steps, self.sizes)
         if not graphs:
@@ -300,7 +309,8 @@ class PreparedProgram:
                 self.whole[begin, end] = Stretch(made.hot, made.begins, took)
 
         self.whole[begin, end] = Stretch([], [])
-        self._do(take, (), range(first, last))
+        if not self._do(take, (), range(first, last), early=found < 2 * STRETCH_OFTEN):
+            self.whole[begin, end] = found
         known = self.whole[begin, end]
         return known if isinstance(known, Stretch) and known.steps else None
 

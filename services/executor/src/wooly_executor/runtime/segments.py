@@ -35,6 +35,8 @@ _LISTS = {
     "List[Tensor]": ("Tensor", "Tensor[]"),
     "List[Optional[Tensor]]": ("Optional[Tensor]", "Tensor?[]"),
 }
+#: The interpreter's types of params.
+_NUMBERS = {ParamKind.F64: "float", ParamKind.I64: "int", ParamKind.BOOL: "bool"}
 _NUMBER = re.compile(r"-?\d+(\.\d+)?(e-\d+)?")
 _FAILED = re.compile(r"^ *%(\w+) : .*\n *~+ <--- HERE", re.MULTILINE)
 
@@ -67,11 +69,22 @@ class Make(NamedTuple):
 
 
 class Write(NamedTuple):
-    """Runs an operator on registers and constants without a new result: a copy or a fill."""
+    """Runs an operator on registers and numbers without a new result: a copy or a fill.
+
+    Attributes:
+        op: the operator.
+        registers: its first arguments.
+        values: its other arguments: constants, or params.
+        first_param: index of the instruction's first param in the params of the run.
+        params: kinds of its params.
+        threads: how many threads of a CPU it should use.
+    """
 
     op: OpOverload
     registers: tuple[int, ...]
     values: tuple[Attr, ...] = ()
+    first_param: int = 0
+    params: tuple[ParamKind, ...] = ()
     threads: Threads = Threads.ANY
 
 
@@ -242,7 +255,8 @@ class Segment:
             values.append(self._size(view.offset // view.dtype.itemsize))
             self._define([register_name(step.register)], "as_strided", values, at, None)
         elif isinstance(step, Write):
-            values = [self._value(register_name(r)) for r in step.registers] + [self._number(v) for v in step.values]
+            values = [self._value(register_name(r)) for r in step.registers]
+            values += [self._written(v, step) for v in step.values]
             # all arguments: the interpreter has other operators with the first arguments of `copy_`
             values += [self._number(a.default_value) for a in schema_of(step.op).arguments[len(values) :]]
             self._define([self._fresh()], step.op.overloadpacket.__name__, values, at, step.op)
@@ -450,13 +464,24 @@ class Segment:
 
     def _param(self, value: ParamRef, kind: str, step: Invoke) -> str:
         fill = filler(value, {}, step.first_param, step.typed, step.device)
-        known = {ParamKind.F64: "float", ParamKind.I64: "int", ParamKind.BOOL: "bool"}.get(step.params[value.index])
+        known = _NUMBERS.get(step.params[value.index])
         if value.index in step.typed:
             known = "Tensor"
         # Only numbers that are computed with: other numbers may determine the size of a result.
         if known is None or kind not in ("number", "Tensor") or not step.operands:
             raise SeparateStepError
         return self._give(known, fill)
+
+    def _written(self, value: Attr, step: Write) -> str:
+        """Return the value of a number that is written. The interpreter's `fill_` takes no bool."""
+        if not isinstance(value, ParamRef):
+            return self._number(int(value) if isinstance(value, bool) else value)
+        kind, fill = _NUMBERS.get(step.params[value.index]), filler(value, {}, step.first_param, {})
+        if kind is None:
+            raise SeparateStepError
+        if kind != "bool":
+            return self._give(kind, fill)
+        return self._give("int", lambda r, p: int(fill(r, p)))
 
     # -- compilation -------------------------------------------------------------------------------------------------------
 

@@ -106,8 +106,11 @@ class TorchRuntime:
         if prepared.runs == self._hot:
             if not prepared.asked:
                 prepared.heat(graphs=not self.device.host)
-        elif prepared.settled and prepared.runs == 2:  # the first run has shown the layouts of results
-            prepared.heat(early=True)
+        elif prepared.settled and not prepared.asked and 1 < prepared.runs < self._hot:
+            # the first run has shown the layouts of results, and the edges stay where they are
+            family = prepared.family
+            if family is not None and family.learned != prepared.tried:
+                prepared.heat(early=True)
 
     def run(self, prepared: Any, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]) -> Outcome:
         """Run a program from begin to end."""
