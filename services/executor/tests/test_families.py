@@ -1,5 +1,7 @@
 """Programs that differ in sizes only share their combined steps and their estimate. The reference runs each one literally."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +15,7 @@ from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_testkit.effort import examples
 from wooly_testkit.reference import ReferenceRuntime
 from wooly_wis.dtypes import DType
+from wooly_wis.pauses import pausing
 from wooly_wis.program import OperandRef, ParamKind, ParamRef, View
 
 F = DType.F32
@@ -235,6 +238,22 @@ def test_programs_of_a_family_share_an_estimate_if_they_should_take_about_the_sa
     first = known.of(family, program, [10_000, 100_000, 1_000], DEFAULT_RATES)
     assert (known.of(family, program, form_ns, DEFAULT_RATES) is first) is shared
     assert known.of(families.Family(), program, [10_000, 100_000, 1_000], DEFAULT_RATES) is not first
+
+
+def test_estimate_pauses_without_a_lock(wis):
+    """Decoders take turns: one that pauses may wait for another one that makes an estimate of the same family."""
+    v, body = wis.at(F, 4), wis.body()
+    body.call("aten.exp.out", ("in", "x", v), ("inout", "y", v), args=(REFS[0],), kwargs=(("out", REFS[1]),))
+    family, known, others = families.Family(), Estimates(), []
+
+    def pause():
+        if not others:
+            others.append(pool.submit(known.of, family, body.program, [1], DEFAULT_RATES))
+            others.append(others[0].result(timeout=10))
+
+    with ThreadPoolExecutor(1) as pool, pausing(pause):
+        found = known.of(family, body.program, [1_000_000], DEFAULT_RATES)
+    assert found is not others[1]
 
 
 def test_program_waits_while_another_one_of_the_family_learns_how_to_combine_the_steps(monkeypatch):

@@ -378,6 +378,33 @@ def test_conversions_between_dtypes_are_in_the_segment_of_their_neighbours(wis):
         assert len(prepared.hot) == 1
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kind", "values"),
+    [
+        (DType.F32, ParamKind.F64, (0.5, float("-inf"), -0.0)),
+        (DType.I64, ParamKind.I64, (3, -7, 1 << 62)),
+        (DType.BOOL, ParamKind.BOOL, (True, False, True)),
+        (DType.F32, ParamKind.BOOL, (True, False, True)),
+    ],
+    ids=str,
+)
+def test_fill_with_a_number_of_the_run_is_part_of_a_segment(wis, dtype, kind, values):
+    v = wis.at(dtype, 4)
+    body = wis.body().alloc("y", v.end).fill("y", v, ParamRef(0), [kind])
+    for k in range(3):
+        body.alloc(f"z{k}", v.end).call("aten.clone.default", ("in", "y", v), ("out", f"z{k}", v))
+    runtime = TorchCpuRuntime(hot=2)
+    with torch.inference_mode():
+        prepared, ids = ProgramStore(runtime).define(body.raw).prepared, {name: i for i, name in enumerate(body.names)}
+        for value in values:
+            buffers = {}
+            assert runtime.run(prepared, buffers, list(ids.values()), [value]).failed_at is None
+            found = as_view(buffers[ids["z2"]].base.view(TORCH_DTYPE[dtype]), v)
+            expected = torch.full((4,), value, dtype=TORCH_DTYPE[dtype])
+            assert torch.equal(found, expected) and torch.equal(found.signbit(), expected.signbit())
+        assert len(prepared.hot) == 1
+
+
 @pytest.mark.parametrize(("most", "parts"), [(255, 3), (511, 2), (512, 1)])
 def test_segment_ends_when_it_holds_too_much_memory_that_its_steps_would_free(wis, monkeypatch, most, parts):
     """Only values from outside count: the interpreter drops its own ones after their last use."""

@@ -200,15 +200,20 @@ class Estimates:
         `form_ns`: `instruction_ns` of each form.
         """
         expected = [form_ns[i.form] for i in program.body]
+        found = self._like(family, expected)
+        if found is None:
+            # pauses, so no lock is held
+            found = Estimate(program, form_ns, rates=rates)
+            with self._lock:
+                known = self._known.setdefault(family, [])
+                known.append((expected, found))
+                del known[:-ALIKE]
+        return found
+
+    def _like(self, family: Any, expected: Sequence[int]) -> Estimate | None:
         with self._lock:
-            known = self._known.setdefault(family, [])
-            for theirs, estimate in known:
-                if _are_close(expected, theirs):
-                    return estimate
-            estimate = Estimate(program, form_ns, rates=rates)
-            known.append((expected, estimate))
-            del known[:-ALIKE]
-        return estimate
+            known = tuple(self._known.get(family, ()))
+        return next((estimate for theirs, estimate in known if _are_close(expected, theirs)), None)
 
 
 def _are_close(times: Sequence[int], others: Sequence[int]) -> bool:
