@@ -275,12 +275,12 @@ def test_program_waits_while_another_one_of_the_family_learns_how_to_combine_the
 
 
 def test_families_and_their_ways_are_bounded(monkeypatch):
-    monkeypatch.setattr(families, "FAMILIES", 2)
+    monkeypatch.setattr(families, "STEPS", 20)
     known = families.Families()
-    first = known.of("a")
-    assert known.of("b") is not first and known.of("a") is first
-    known.of("c")
-    assert known.of("a") is first
+    first, second = known.of("a", 8), known.of("b", 8)
+    assert second is not first and known.of("a", 8) is first
+    known.of("c", 8)  # in place of the one that was asked for the longest time ago
+    assert known.of("a", 8) is first and known.of("b", 8) is not second
     family = families.Family()
     for way in range(families.WAYS + 1):
         family.keep(way, {}, None)

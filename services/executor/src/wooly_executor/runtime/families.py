@@ -29,9 +29,10 @@ from wooly_executor.runtime.segments import Free, Gather, Invoke, Make, Place, R
 
 #: Maximum number of steps of a program that belongs to a family. Longer ones gain nothing: they hardly differ in sizes alone.
 MOST_STEPS: Final = 2048
-#: Maximum number of families, of ways to combine the steps of a family, and of outlines of calls.
-FAMILIES: Final = 512
-WAYS: Final = 8
+#: Maximum number of steps in all families, of ways to combine the steps of a family, and of outlines of calls. The functions of a
+#: way take about 1 KB per step.
+STEPS: Final = 1 << 15
+WAYS: Final = 4
 CALLS: Final = 1 << 14
 #: Maximum number of compilations of a family for programs that have hardly run.
 EARLY: Final = 6
@@ -170,18 +171,22 @@ class Families:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: OrderedDict[Hashable, Family] = OrderedDict()
+        self._known: OrderedDict[Hashable, tuple[Family, int]] = OrderedDict()
+        self._steps = 0
 
-    def of(self, outline: Hashable) -> Family:
-        """Return the family of the programs with an outline."""
+    def of(self, outline: Hashable, steps: int) -> Family:
+        """Return the family of the programs with an outline and this many steps."""
         with self._lock:
-            family = self._known.get(outline)
-            if family is None:
-                family = self._known[outline] = Family()
-                if len(self._known) > FAMILIES:
-                    self._known.popitem(last=False)
-            else:
+            found = self._known.get(outline)
+            if found is not None:
                 self._known.move_to_end(outline)
+                return found[0]
+            family = Family()
+            self._known[outline] = family, steps
+            self._steps += steps
+            while self._steps > STEPS:
+                _, (_, gone) = self._known.popitem(last=False)
+                self._steps -= gone
         return family
 
 

@@ -84,7 +84,7 @@ class TorchRuntime:
         )
         if found is not None:
             outline, prepared.sizes = found
-            prepared.family = self._families.of(outline)
+            prepared.family = self._families.of(outline, len(prepared.steps))
 
     def begin(
         self,
