@@ -240,6 +240,27 @@ def test_programs_of_a_family_share_an_estimate_if_they_should_take_about_the_sa
     assert known.of(families.Family(), program, [10_000, 100_000, 1_000], DEFAULT_RATES) is not first
 
 
+def test_program_that_has_only_failed_is_not_combined_early(wis):
+    """Nothing is known of the layouts of its results yet."""
+    v, at, out = View(F, (3,), (1,)), View(DType.I64, (1,), (1,)), View(F, (1,), (1,))
+    body = wis.body().alloc("y", 4)
+    body.call(
+        "aten.index_select.default", ("in", "x", v), ("in", "at", at), ("out", "y", out), args=(REFS[0], 0, REFS[1])
+    )
+    runtime = TorchCpuRuntime()
+    prepared, names = ProgramStore(runtime).define(body.raw).prepared, body.names
+    prepared.settled = True
+    with torch.inference_mode():
+        for index in (3, 3, 3, 0, 0):
+            buffers = {
+                names.index("x"): Buffer(12, torch.zeros(3)),
+                names.index("at"): Buffer(8, torch.tensor([index])),
+            }
+            outcome = runtime.run(prepared, buffers, range(len(names)), [])
+            assert (outcome.failed_at is None) is (index == 0) and not (prepared.asked and index)
+    assert prepared.asked
+
+
 def test_estimate_pauses_without_a_lock(wis):
     """Decoders take turns: one that pauses may wait for another one that makes an estimate of the same family."""
     v, body = wis.at(F, 4), wis.body()

@@ -148,6 +148,7 @@ class StepExecution:
             self._at = done
             if not whole:
                 return
+            prepared.completed = True
             buffers, bindings, registers, bases = frame.buffers, frame.bindings, frame.registers, frame.bases
             for slot, register, view, nbytes in prepared.kept:
                 buffers[bindings[slot]] = Buffer(nbytes, registers[register], view)

@@ -121,6 +121,7 @@ class PreparedProgram:
         traces: for each step, a description for `segments`; None: it has none.
         slot_of: the slot of each register.
         runs: number of runs.
+        completed: whether one of them ended without a failure, so that all steps have been checked.
         gathers: of a hot program: steps that fill registers from buffers.
         hot: of a hot program: the other steps, many of them combined.
         begins: for each hot step, the index of its first step.
@@ -164,6 +165,7 @@ class PreparedProgram:
     traces: list[Trace | None] = field(default_factory=list)
     slot_of: list[int] = field(default_factory=list)
     runs: int = 0
+    completed: bool = False
     gathers: list[Step] = field(default_factory=list)
     hot: list[Step] = field(default_factory=list)
     begins: list[int] = field(default_factory=list)

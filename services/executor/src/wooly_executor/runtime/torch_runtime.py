@@ -106,8 +106,8 @@ class TorchRuntime:
         if prepared.runs == self._hot:
             if not prepared.asked:
                 prepared.heat(graphs=not self.device.host)
-        elif prepared.settled and not prepared.asked and 1 < prepared.runs < self._hot:
-            # the first run has shown the layouts of results, and the edges stay where they are
+        elif prepared.settled and prepared.completed and not prepared.asked and prepared.runs < self._hot:
+            # a run has shown the layouts of results, and the edges stay where they are
             family = prepared.family
             if family is not None and family.learned != prepared.tried:
                 prepared.heat(early=True)
