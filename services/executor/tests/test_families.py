@@ -1,6 +1,8 @@
 """Programs that differ in sizes only share their combined steps and their estimate. The reference runs each one literally."""
 
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wooly_executor.estimates import DEFAULT_RATES, SETTLED, Estimates
 from wooly_executor.programs import ProgramStore
-from wooly_executor.runtime import combining, families
+from wooly_executor.runtime import combining, families, preparation, similar
 from wooly_executor.runtime import prepared as prepared_programs
 from wooly_executor.runtime.buffers import Buffer, bytes_of
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
@@ -113,6 +115,23 @@ class Growing:
             "aten.sin.default", ("in", both, View(F, (self.rows, self.n), (2 * self.n, 1), 4 * self.n))
         )
 
+    def fixed(self, c):
+        """Operators on tensors whose sizes never change."""
+        v = View(F, (2, 3), (3, 1))
+        first = self.call("aten.exp.default", ("in", "y", v), out=v)
+        self.call("aten.add.Tensor", ("in", first, v), args=(REFS[0], c), out=v)
+        self.body.free(first)
+        self.inputs["y"] = 6
+
+    def reduced(self, c):
+        """A result of a size that never changes, from operands whose sizes do."""
+        v = View(F, (1, 1), (1, 1))
+        total = self.call("aten.sum.dim_IntList", ("in", self.last, self.v), args=(REFS[0], (0, 1), True), out=v)
+        self.body.call("aten.mul_.Tensor", ("inout", total, v), args=(REFS[0], c))
+        self.last = self.call(
+            "aten.add.Tensor", ("in", self.last, self.v), ("in", total, View(F, (self.rows, self.n), (0, 0)))
+        )
+
     def transposed_result(self, c):
         """The library returns this result with the strides of its operand."""
         across = View(F, (self.n, self.rows), (1, self.n))
@@ -152,15 +171,64 @@ def left_by(runtime, store, growing, times):
 )
 @settings(max_examples=examples(60, 600), deadline=None, derandomize=True)
 def test_programs_of_a_family_have_the_results_of_the_reference(wis, variants, shapes):
-    """Programs with different constants or steps run on the same runtime, so that their families could be confused."""
+    """Programs with different constants or steps run on the same runtime, so that their families could be confused. Steps are
+    taken from earlier programs, however many forms differ.
+    """
     runtime, reference = TorchCpuRuntime(hot=2), ReferenceRuntime()
     store, other = ProgramStore(runtime), ProgramStore(reference)
-    with torch.inference_mode():
+    with torch.inference_mode(), patch.object(similar, "OTHERS_PERCENT", 100):
         for rows, n in shapes:
             for steps in variants:
                 growing = build(wis, rows, n, steps)
                 found, _ = left_by(runtime, store, growing, times=3)
                 assert found == left_by(reference, other, growing, times=1)[0]
+
+
+def test_steps_of_instructions_that_do_not_differ_are_taken_from_a_similar_program(wis, monkeypatch):
+    built = []
+    compute = preparation._Preparation._compute
+    monkeypatch.setattr(
+        preparation._Preparation, "_compute", lambda self, act, anew: built.append(act.form) or compute(self, act, anew)
+    )
+    runtime, reference = TorchCpuRuntime(hot=3), ReferenceRuntime()
+    store, other = ProgramStore(runtime), ProgramStore(reference)
+    steps = [("fixed", 0.5), ("fixed", 2), ("exp", 0.0), ("fixed", 0.25), ("reduced", 0.5), ("fixed", 1)]
+    counts = []
+    with torch.inference_mode():
+        for n in (4, 5, 6):
+            growing = build(wis, 2, n, steps)
+            built.clear()
+            found, _ = left_by(runtime, store, growing, times=4)
+            assert found == left_by(reference, other, growing, times=1)[0]
+            counts.append(len(built))
+        fixed = 2 * sum(name == "fixed" for name, _ in steps)
+        assert counts[1] == counts[2] == counts[0] - fixed
+
+
+def test_programs_with_other_params_or_opcodes_are_not_similar(wis):
+    store, kinds = ProgramStore(TorchCpuRuntime()), (ParamKind.F64, ParamKind.I64)
+    v, found = wis.at(F, 4), []
+    for kind in kinds:
+        body = wis.body()
+        for k in range(4):
+            body.alloc(f"y{k}", 16).call("aten.exp.default", ("in", f"y{k - 1}" if k else "x", v), ("out", f"y{k}", v))
+        body.alloc("z", 16).call(
+            "aten.add.Tensor", ("in", "y3", v), ("out", "z", v), args=(REFS[0], ParamRef(0)), params=[kind]
+        )
+        found.append(store.define(body.raw).prepared.program)
+    first, second = found
+    assert first.body is second.body
+    kept = similar.Similar()
+    kept.keep(first, similar.Steps(first.forms, (), (), (), (), (), {}, Counter()))
+    assert kept.to(first) is not None and kept.to(second) is None
+
+
+def test_similar_programs_are_bounded(wis, monkeypatch):
+    monkeypatch.setattr(similar, "STEPS", 20)
+    kept, programs = similar.Similar(), [build(wis, 1, n, [("exp", 0)] * n).body.program for n in (1, 2, 3)]
+    for program in (*programs, programs[2]):
+        kept.keep(program, similar.Steps(program.forms, (), [None] * 9, (), (), (), {}, Counter()))
+    assert [kept.to(program) is not None for program in programs] == [False, True, True]
 
 
 def attention(wis, n):

@@ -20,7 +20,7 @@ from wooly_wis.errors import DecodeError, VerifyError, WisError
 from wooly_wis.foreign import OPCODE, UNCHECKED, Launch, Source, launch_of
 from wooly_wis.limits import MAX_NODES, MAX_PROGRAM_BYTES
 from wooly_wis.pauses import pause
-from wooly_wis.program import Attr, Form, OperandRef, ParamKind, Program, Role
+from wooly_wis.program import Attr, Form, Instruction, OperandRef, ParamKind, Program, Role
 from wooly_wis.verifier import ProgramFacts, Verifier, nodes_of
 
 from wooly_executor.errors import (
@@ -40,6 +40,8 @@ from wooly_executor.runtime.protocol import Runtime
 _FORMAT = {ParamKind.F64: "d", ParamKind.I64: "q", ParamKind.C128: "dd", ParamKind.BOOL: "q"}
 #: Maximum number of cached forms, and of cached programs that no session has, however small they are.
 FORMS_KEPT = 65536
+#: Maximum number of instructions of the bodies that are kept to find equal ones. An instruction takes about 200 bytes.
+INSTRUCTIONS_KEPT = 1 << 16
 PROGRAMS_KEPT = 8192
 #: Estimated host memory, in bytes: per program; per instruction and per slot that it names; per kernel of a run, with its
 #: measured times; per form and per operand or value of a form. Measured with tracemalloc on CPython 3.11, over programs of 64 to
@@ -191,6 +193,8 @@ class ProgramStore:
         self._lock = threading.Lock()
         self._forms: OrderedDict[bytes, _Known] = OrderedDict()
         self._forms_held = 0
+        self._bodies: OrderedDict[tuple[bytes, tuple[int, ...]], tuple[Instruction, ...]] = OrderedDict()
+        self._instructions = 0
         self._ready: dict[bytes, ReadyProgram] = {}
         self._idle: OrderedDict[bytes, ReadyProgram] = OrderedDict()
         self._idle_held = 0
@@ -358,12 +362,29 @@ class ProgramStore:
                     raise VerifyError(
                         f"the program's forms have more than {MAX_NODES} operands and values", law="limits"
                     )
-            program = Program(tuple([k.form for k in known]), body_of(words, [len(k.form.operands) for k in known]))
+            program = Program(tuple([k.form for k in known]), self._body(words, known))
             return program, known, Verifier().verify(program, [k.ends for k in known])
         except WisError as e:
             error = OperationError(str(e), getattr(e, "instruction", None))
             error.code = e.code
             raise error from e
+
+    def _body(self, words: array[int], known: list[_Known]) -> tuple[Instruction, ...]:
+        """Return a program's instructions. Equal ones are one object, by which the runtime knows similar programs."""
+        arity = tuple([len(k.form.operands) for k in known])
+        key = words.tobytes(), arity
+        with self._lock:
+            body = self._bodies.get(key)
+            if body is not None:
+                self._bodies.move_to_end(key)
+                return body
+        body = body_of(words, arity)
+        with self._lock:
+            found = self._bodies.setdefault(key, body)
+            self._instructions += len(body) if found is body else 0
+            while self._instructions > INSTRUCTIONS_KEPT:
+                self._instructions -= len(self._bodies.popitem(last=False)[1])
+        return found
 
     def _check_author(
         self, named: frozenset[bytes], sources: Mapping[bytes, Source], author: Author, *, unchecked: bool

@@ -65,8 +65,22 @@ class Act(NamedTuple):
         return tuple([s for f, on in done for o, s in zip(f.operands, on, strict=True) if o.role is not Role.IN])
 
 
-def acts_of(program: Program, notes: Sequence[dict[str, Any]] = ()) -> list[Act]:
-    """Return a program's instructions as acts. `notes`: what was found out about each of its forms; empty: nothing."""
+def acts_of(program: Program, notes: Sequence[dict[str, Any]] = (), like: Sequence[Act] = ()) -> list[Act]:
+    """Return a program's instructions as acts.
+
+    Args:
+        program: the program.
+        notes: what was found out about each of its forms; empty: nothing.
+        like: the acts of a program with the same body and the same params. They are taken where the form is the same.
+    """
+    forms = program.forms
+    if like:
+        return [
+            act
+            if act.form is (form := forms[i.form])
+            else act._replace(form=form, notes=notes[i.form] if notes else None)
+            for i, act in zip(program.body, like, strict=True)
+        ]
     found: list[Act] = []
     first_param = 0
     for i, instruction in enumerate(program.body):

@@ -52,6 +52,7 @@ from wooly_executor.runtime.segments import (
     memory_name,
     register_name,
 )
+from wooly_executor.runtime.similar import Change, Steps
 
 _COPY = torch.ops.aten.copy_.default
 _FILL = torch.ops.aten.fill_.Scalar
@@ -78,7 +79,30 @@ def prepare_acts(
     Raises:
         OperationError: an operator is not available on this device.
     """
-    return _Preparation(program, facts, acts, foreign, device, pieces).finish()
+    return _Preparation(program, facts, acts, foreign, device, pieces, None).finish()
+
+
+def prepare_like(
+    program: Program, facts: ProgramFacts, acts: list[Act], foreign: Foreign, device: TorchDevice, like: Steps | None
+) -> tuple[PreparedProgram, Steps]:
+    """Build the steps of a program without pieces and plan: see `prepare_acts`.
+
+    Args:
+        program: the verified program.
+        facts: the facts that the verifier found.
+        acts: its instructions.
+        foreign: has the foreign kernels of the program.
+        device: the device on which the program will run.
+        like: the steps of a similar program (see `similar`); None: there is none.
+
+    Returns:
+        The program, and how its steps were built, for programs that are similar to it.
+
+    Raises:
+        OperationError: an operator is not available on this device.
+    """
+    preparation = _Preparation(program, facts, acts, foreign, device, WHOLE, like)
+    return preparation.finish(), preparation.steps()
 
 
 class _Preparation:
@@ -92,6 +116,7 @@ class _Preparation:
         foreign: Foreign,
         device: TorchDevice,
         pieces: Pieces,
+        like: Steps | None,
     ) -> None:
         self._foreign = foreign
         self._device = device
@@ -110,10 +135,20 @@ class _Preparation:
         self._act = self._first_param = 0
         #: For each act whose `out=` operand has no value yet: the operand, and a call that makes it.
         self._out_of_place: dict[int, tuple[int, LibraryCall]] = {}
+        self._like = like
+        self._marks: list[tuple[int, int, int]] = []
+        self._changes: list[Change] = []
+
+    def steps(self) -> Steps:
+        """Return how the steps were built."""
+        out = self.out
+        found = out.acts, out.steps, out.traces, self._marks, self._changes, self._first_use, self._uses
+        return Steps(out.program.forms, *found)
 
     def finish(self) -> PreparedProgram:
-        out, facts = self.out, self.out.facts
-        self._first_use, self._uses = self._first_uses()
+        out, facts, like = self.out, self.out.facts, self._like
+        self._first_use, self._uses = (like.first_use, like.uses) if like is not None else self._first_uses()
+        differing = self._differing()
         freed: list[int] = []
         place, places = 0, []
         for i, act in enumerate(out.acts):
@@ -121,17 +156,23 @@ class _Preparation:
             if act.form.opcode == "free":
                 freed.append(act.slots[0])
             else:
-                if freed:  # one step frees several slots in a row, because most operators are followed by several frees
-                    self._free(freed)
-                    freed = []
-                self._act, self._first_param = i, act.first_param
-                if act.launch is not None:
-                    self._launch(act, act.launch)
+                self._marks.append((len(out.steps), out.n_registers, len(self._changes)))
+                if self._like is None or not differing.isdisjoint((*freed, *act.slots)):
+                    if freed:  # one step frees several slots in a row, because most operators are followed by several
+                        self._free(freed)
+                    self._act, self._first_param = i, act.first_param
+                    if act.launch is not None:
+                        self._launch(act, act.launch)
+                    else:
+                        self._instruction(i, act)
+                    self._compare()
                 else:
-                    self._instruction(i, act)
+                    self._copy(self._like, freed)
+                freed = []
             out.owner += [i] * (len(out.steps) - len(out.owner))
             place = max(place, act.at)
             places.append(place)
+        self._marks.append((len(out.steps), out.n_registers, len(self._changes)))
         self._free(freed)
         out.owner += [len(out.acts) - 1] * (len(out.steps) - len(out.owner))
         out.where = [places[k] for k in out.owner]
@@ -149,6 +190,64 @@ class _Preparation:
                 elif slot in self._based:
                     out.made.append((slot, nbytes))
         return out
+
+    # -- a program that is like this one -----------------------------------------------------------------------------
+
+    def _differing(self) -> set[int]:
+        """Return the slots of acts whose form differs from that of the other program's act."""
+        like = self._like
+        if like is None:
+            return set()
+        return {
+            slot for act, other in zip(self.out.acts, like.acts, strict=True) if act is not other for slot in act.slots
+        }
+
+    def _copy(self, like: Steps, freed: Sequence[int]) -> None:
+        """Take the steps of the next act from the other program, and do with its slots what they did there.
+
+        The steps name registers. Up to here, both programs have given equal numbers to the registers of these slots.
+        """
+        k = len(self._marks) - 1
+        (step, _, change), (end_step, _, end_change) = like.marks[k], like.marks[k + 1]
+        for slot in freed:
+            self._registers_of.pop(slot, None)
+        for change_ in like.changes[change:end_change]:
+            self._apply(change_)
+        out = self.out
+        out.steps += like.steps[step:end_step]
+        out.traces += like.traces[step:end_step]
+        self._within += [0] * (end_step - step)
+
+    def _compare(self) -> None:
+        """Compare what the last act has changed with what it did in the other program. If that differs, nothing more is taken
+        from there, because registers have other numbers.
+        """
+        like = self._like
+        if like is not None:
+            k = len(self._marks) - 1
+            mine = self._changes[self._marks[k][2] :]
+            theirs = like.changes[like.marks[k][2] : like.marks[k + 1][2]]
+            if [c[:3] for c in mine] != [c[:3] for c in theirs]:
+                self._like = None
+
+    def _change(self, kind: str, key: int, number: int, value: Any) -> None:
+        self._apply(Change(kind, key, number, value))
+
+    def _apply(self, change: Change) -> None:
+        self._changes.append(change)
+        kind, key, number, value = change
+        if kind == "register":
+            self.out.n_registers += 1
+            self.out.slot_of.append(key)
+            if value is not None:
+                self._register_of[key, id(value)] = number
+                self._registers_of.setdefault(key, []).append(number)
+        elif kind == "adopted":
+            self._adopted[key] = number, value
+        elif kind == "based":
+            self._based[key] = value
+        else:
+            self._out_of_place[key] = number, value
 
     def _positions(self) -> list[int]:
         """Return the position at which each instruction begins, counted in pieces."""
@@ -171,10 +270,11 @@ class _Preparation:
 
     # -- operands ----------------------------------------------------------------------------------------------------
 
-    def _new_register(self, slot: int) -> int:
-        self.out.n_registers += 1
-        self.out.slot_of.append(slot)
-        return self.out.n_registers - 1
+    def _new_register(self, slot: int, view: View | None = None) -> int:
+        """Allocate a register, for this view if it is given."""
+        register = self.out.n_registers
+        self._change("register", slot, register, view)
+        return register
 
     def _step(self, step: Step, trace: Trace | None = None) -> None:
         self.out.steps.append(step)
@@ -185,19 +285,13 @@ class _Preparation:
         """Mark the last step as one that a graph cannot contain."""
         self.out.uncapturable.add(len(self.out.steps) - 1)
 
-    def _new_view_register(self, slot: int, view: View) -> int:
-        """Allocate a register for this view."""
-        register = self._register_of[slot, id(view)] = self._new_register(slot)
-        self._registers_of.setdefault(slot, []).append(register)
-        return register
-
     def _operand(self, slot: int, view: View) -> int:
         """Return the register of this view. For a new view, add a step that fills the register."""
         pause()
         known = self._register_of.get((slot, id(view)))
         if known is not None:
             return known
-        register = self._new_view_register(slot, view)
+        register = self._new_register(slot, view)
         adopted = self._adopted.get(slot)
         if adopted is not None:
             source = adopted[0]
@@ -230,7 +324,7 @@ class _Preparation:
         return register
 
     def _make_base(self, slot: int, nbytes: int, dtype: torch.dtype, dirty: bool) -> None:
-        self._based[slot] = dtype
+        self._change("based", slot, 0, dtype)
         device = self._device
         if dirty:
             numel = -(-nbytes // dtype.itemsize)
@@ -349,8 +443,8 @@ class _Preparation:
         facts, device = self.out.facts, self._device
         if facts.slot_alloc[slot] is None or slot in self._adopted or slot in self._based:
             return self._operand(slot, view)
-        register = self._new_view_register(slot, view)
-        self._adopted[slot] = (register, view)
+        register = self._new_register(slot, view)
+        self._change("adopted", slot, register, view)
         dtype = TORCH_DTYPE[view.dtype]
         filled = view.fills(view.end)
 
@@ -416,7 +510,7 @@ class _Preparation:
                     dirty = dirty or view.fills(nbytes)
                 anew = out_of_place(form)
                 if anew is not None and anew[0] == first[1] and whole:
-                    self._out_of_place[first[0]] = anew
+                    self._change("out of place", first[0], *anew)
                     return
                 if nbytes % view.dtype.itemsize == 0:
                     dtype = TORCH_DTYPE[view.dtype]
@@ -570,8 +664,8 @@ class _Preparation:
             nbytes = facts.slot_alloc[slot]
             fresh = nbytes is not None and slot not in self._adopted and slot not in self._based
             if fresh:
-                register = self._new_view_register(slot, view)
-                self._adopted[slot] = (register, view)
+                register = self._new_register(slot, view)
+                self._change("adopted", slot, register, view)
             else:
                 register = self._operand(slot, view)
             targets.append((register, view, fresh))

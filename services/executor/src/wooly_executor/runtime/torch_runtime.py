@@ -22,9 +22,10 @@ from wooly_executor.runtime.device import TorchDevice
 from wooly_executor.runtime.execution import StepExecution
 from wooly_executor.runtime.families import Families, outline_of
 from wooly_executor.runtime.foreign import Foreign
-from wooly_executor.runtime.preparation import prepare_acts
+from wooly_executor.runtime.preparation import prepare_acts, prepare_like
 from wooly_executor.runtime.prepared import PreparedProgram
 from wooly_executor.runtime.protocol import Execution, Outcome
+from wooly_executor.runtime.similar import Similar
 from wooly_executor.runtime.sparse import operators as _sparse_operators  # noqa: F401 - registers their kernels
 
 #: Number of runs after which a program's steps are combined. Most programs run only once or twice.
@@ -48,7 +49,7 @@ class TorchRuntime:
         self.defers = False
         self.device = device
         self.foreign = Foreign()
-        self._families = Families()
+        self._families, self._similar = Families(), Similar()
         self.bounds = Bounds(default_limits(host=device.host, cores=torch.get_num_threads()))
 
     def allocate(self, nbytes: int) -> Buffer:
@@ -66,8 +67,13 @@ class TorchRuntime:
             TooMuchWorkError: an instruction exceeds the limits of the device.
         """
         pieces = self.bounds.pieces(program)
-        prepared = prepare_acts(program, facts, acts_of(program, notes), self.foreign, self.device, pieces)
-        if self.device.host and not pieces and not prepared.foreign:
+        if pieces or not self.device.host:
+            return prepare_acts(program, facts, acts_of(program, notes), self.foreign, self.device, pieces)
+        like = self._similar.to(program)
+        acts = acts_of(program, notes, like.acts if like is not None else ())
+        prepared, steps = prepare_like(program, facts, acts, self.foreign, self.device, like)
+        if not prepared.foreign:  # steps of foreign kernels belong to one program
+            self._similar.keep(program, steps)
             self._find_family(prepared)
         return prepared
 
