@@ -132,6 +132,15 @@ class Growing:
             "aten.add.Tensor", ("in", self.last, self.v), ("in", total, View(F, (self.rows, self.n), (0, 0)))
         )
 
+    def corner(self, c):
+        """Two views of one tensor, which are the same view if it is small."""
+        k = max(self.n - 1, 1)
+        part, first = View(F, (1, k), (k, 1)), View(F, (1, 1), (1, 1))
+        name = self.call("aten.mul.Tensor", ("in", self.last, part), ("in", self.last, first), out=part)
+        self.last = self.call(
+            "aten.add.Tensor", ("in", self.last, self.v), ("in", name, View(F, (self.rows, self.n), (0, 0)))
+        )
+
     def transposed_result(self, c):
         """The library returns this result with the strides of its operand."""
         across = View(F, (self.n, self.rows), (1, self.n))
@@ -203,6 +212,27 @@ def test_steps_of_instructions_that_do_not_differ_are_taken_from_a_similar_progr
             counts.append(len(built))
         fixed = 2 * sum(name == "fixed" for name, _ in steps)
         assert counts[1] == counts[2] == counts[0] - fixed
+
+
+@pytest.mark.parametrize("widths", [(4, 1, 5), (1, 4, 1)])
+def test_steps_are_built_anew_where_registers_have_other_numbers(wis, widths):
+    """Two views of a tensor are one register if they are equal: here, if the tensor has one column."""
+    runtime, reference = TorchCpuRuntime(hot=2), ReferenceRuntime()
+    store, other = ProgramStore(runtime), ProgramStore(reference)
+    programs = []
+    with torch.inference_mode():
+        for k in widths:
+            growing = Growing(wis, 2, 3)
+            part, first = View(F, (1, k), (k, 1)), View(F, (1, 1), (1, 1))
+            growing.fixed(0.5)
+            growing.call("aten.mul.Tensor", ("in", "x", part), ("in", "x", first), out=part)
+            growing.fixed(2.0)
+            growing.fixed(3.0)
+            found, prepared = left_by(runtime, store, growing, times=3)
+            assert found == left_by(reference, other, growing, times=1)[0]
+            assert prepared.n_registers == len(prepared.slot_of)
+            programs.append(prepared.program)
+    assert programs[0].body is programs[1].body is programs[2].body
 
 
 def test_programs_with_other_params_or_opcodes_are_not_similar(wis):
