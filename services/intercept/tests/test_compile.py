@@ -321,6 +321,20 @@ def test_compile_function_that_makes_stream_and_event_equals_eager(cuda, backend
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
+def test_compile_with_device_context_equals_eager_and_restores_device(cuda):
+    @torch.compile(fullgraph=True)
+    def scaled(x):
+        with torch.cuda.device(x.device.index):
+            y = x + 1
+        with torch.cuda.device(0):
+            return y * 2
+
+    before = torch.cuda.current_device()
+    for _ in range(3):
+        assert scaled(torch.ones(3, device=cuda)).tolist() == [4.0, 4.0, 4.0]
+    assert torch.cuda.current_device() == before
+
+
 def test_compile_device_error_names_operator_and_line(cuda):
     def f(x, i):
         return x.index_select(0, i) * 2

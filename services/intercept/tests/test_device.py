@@ -87,6 +87,36 @@ def test_factories_on_cuda_equal_cpu(cuda, make):
     assert torch.equal(ours.cpu(), theirs)
 
 
+def test_device_with_number_alone_is_cuda(cuda):
+    numbered = torch.device(0)
+    assert repr(numbered) == "device(type='cuda', index=0)"
+    assert numbered == torch.device(device=0) == torch.device(np.int64(0)) == torch.ones(2, device=0).device
+    assert hash(numbered) == hash(torch.device("cuda", 0))
+    with numbered:
+        assert torch.ones(2).is_cuda
+    with torch.autocast(numbered.type):
+        assert (torch.ones(2, 2, device=numbered) @ torch.ones(2, 2, device=numbered)).dtype == torch.float16
+    assert [str(torch.device(d)) for d in ("cpu", "cuda", "meta:1", torch.device("cpu"))] == [
+        "cpu",
+        "cuda",
+        "meta:1",
+        "cpu",
+    ]
+    with pytest.raises(RuntimeError, match="must not be negative"):
+        torch.device(-1)
+    with pytest.raises(TypeError, match="invalid combination"):
+        torch.device(None)
+
+
+def test_device_with_number_is_of_backend_again_after_removal_of_facade(cuda):
+    api._facade.uninstall()
+    try:
+        assert torch.device(0).type == "wooly"
+    finally:
+        api.install_facade()
+    assert torch.device(0).type == "cuda"
+
+
 def test_device_context_makes_tensors_on_device(cuda):
     with torch.device("cuda"):
         assert torch.zeros(2).is_cuda and nn.Linear(2, 2).weight.is_cuda

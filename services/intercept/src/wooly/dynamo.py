@@ -21,6 +21,7 @@ from wooly.facade.imports import AfterImport
 from wooly.graphs import GraphFunction
 from wooly.torch_private import (
     aot_eager,
+    device_context_patches,
     fake_device,
     fake_device_patches,
     inductor,
@@ -130,12 +131,14 @@ def activate() -> None:
     """Change Dynamo's own modules now, or after their import. Programs also call Dynamo without `torch.compile`."""
     _rules.activate()
     _constructors.activate()
+    _device_contexts.activate()
 
 
 def deactivate() -> None:
     """Undo `activate`. Dynamo still does not trace Wooly's modules."""
     _rules.deactivate()
     _constructors.deactivate()
+    _device_contexts.deactivate()
     while _replaced:
         setattr(*_replaced.pop())
 
@@ -167,5 +170,13 @@ def _made(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return getattr(torch, kind)(*args, **kwargs)
 
 
+def _set_device_contexts(contexts: ModuleType) -> None:
+    """Let `with torch.cuda.device(...)` in compiled functions call the facade."""
+    for owner, name, value in device_context_patches(contexts):
+        _replaced.append((owner, name, owner.__dict__[name]))
+        setattr(owner, name, value)
+
+
 _rules = AfterImport("torch._dynamo.trace_rules", _set_rules)
 _constructors = AfterImport("torch._dynamo.utils", _make_streams)
+_device_contexts = AfterImport("torch._dynamo.variables.ctx_manager", _set_device_contexts)

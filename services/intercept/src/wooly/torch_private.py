@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import sys
 import threading
 import warnings
@@ -15,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from functools import cache, wraps
 from pathlib import Path
-from types import CellType, FunctionType, ModuleType
+from types import CellType, FunctionType, ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -532,6 +533,79 @@ class _Device(ctypes.Structure):
     _fields_ = (("type", ctypes.c_int8), ("index", ctypes.c_int8))
 
 
+#: Number of the slot for `__init__` in CPython's stable interface, and its byte offset in a type since Python 3.8.
+_INIT, _INIT_AT = 60, 296
+_slot_of = ctypes.pythonapi.PyType_GetSlot
+_slot_of.restype, _slot_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_int]
+
+
+class _WithInit:
+    """A class whose slot for `__init__` has CPython's function that looks up `__init__` and calls it."""
+
+    def __init__(self) -> None:
+        """Do nothing."""
+
+
+class NumberedDevices:
+    """Lets `torch.device(0)` be a device of type `shown`, as in a build with CUDA.
+
+    PyTorch's constructor, which is C++ code, takes the type of the registered backend. Attributes of `torch.device` cannot be
+    set, so it gets an `__init__` through its dictionary and its slot. This `__init__` corrects the type of the new device.
+
+    Args:
+        real: name of the registered backend.
+        shown: type of device in its place.
+    """
+
+    def __init__(self, real: str, shown: str) -> None:
+        number = int(getattr(DeviceType, shown.upper()).value)
+        named = (str, torch.device, NoneType)
+
+        def init(self: torch.device, *args: Any, **kwargs: Any) -> None:
+            if not isinstance(args[0] if args else kwargs.get("device"), named) and self.type == real:
+                _memory_of(self).type = number
+
+        self._init = init
+        self._before: int | None = None
+
+    def activate(self) -> None:
+        """Change the constructor, if it is not changed. Without effect where types or devices have another memory layout."""
+        if self._before is None and _has_known_layout():
+            self._before = _slot_of(torch.device, _INIT)
+            _set_init(_slot_of(_WithInit, _INIT), self._init)
+
+    def deactivate(self) -> None:
+        """Undo `activate`."""
+        if self._before is not None:
+            _set_init(self._before, None)
+            self._before = None
+
+
+def _memory_of(device: torch.device) -> _Device:
+    """Type and index of a device where Python's object has them: after the object's header."""
+    return _Device.from_address(id(device) + object.__basicsize__)
+
+
+def _has_known_layout() -> bool:
+    device = torch.device("meta", 3)
+    if torch.device.__basicsize__ < object.__basicsize__ + ctypes.sizeof(_Device) or device is torch.device("meta", 3):
+        return False
+    found = _memory_of(device)
+    slot = ctypes.c_void_p.from_address(id(torch.device) + _INIT_AT).value
+    return (found.type, found.index) == (int(DeviceType.Meta.value), 3) and slot == _slot_of(torch.device, _INIT)
+
+
+def _set_init(slot: int, init: Callable[..., None] | None) -> None:
+    """Set the slot for `__init__` of `torch.device`, and its entry in the dictionary."""
+    (entries,) = gc.get_referents(vars(torch.device))
+    if init is None:
+        entries.pop("__init__", None)
+    else:
+        entries["__init__"] = init
+    ctypes.c_void_p.from_address(id(torch.device) + _INIT_AT).value = slot
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(torch.device))
+
+
 #: `c10::TensorImpl::_change_backend_component_keys(c10::Device)` as Linux and macOS name it, and as Windows does.
 _CHANGE_BACKEND = (
     "_ZN3c1010TensorImpl30_change_backend_component_keysENS_6DeviceE",
@@ -992,6 +1066,26 @@ def never_trace(*modules: str) -> None:
 
     for name in modules:
         trace_rules.add(name)
+
+
+def device_context_patches(contexts: ModuleType) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patches (owner, name, value) by which Dynamo knows the present `torch.cuda.device` and what it calls.
+
+    Dynamo's module keeps those that its import found.
+
+    Args:
+        contexts: the module of Dynamo's variables for context managers.
+    """
+    kind: Any = contexts.CUDADeviceVariable
+    for name, function in (
+        ("_exchange_fn", torch.cuda._exchange_device),
+        ("_maybe_exchange_fn", torch.cuda._maybe_exchange_device),
+    ):
+        if name in kind.__dict__:  # before torch 2.13, the variable looks them up in torch.cuda at each call
+            yield kind, name, staticmethod(function)
+    known = getattr(contexts, "_device_context_manager_map", None)
+    if known is not None:
+        yield contexts, "_device_context_manager_map", {**known, torch.cuda.device: kind}
 
 
 #: What PyTorch's build can profile, and whether a profiler runs in this thread.

@@ -17,9 +17,8 @@ import torch
 
 from wooly import children, dynamo, interrupts, ipc, triton_capture
 from wooly.determinism import Determinism
-from wooly.devices import Devices
+from wooly.devices import NAME, Devices
 from wooly.distributed import patches as distributed
-from wooly.distributed import sharding
 from wooly.facade import (
     accelerator,
     ahead_of_time,
@@ -48,11 +47,13 @@ from wooly.facade import (
 from wooly.facade.build import CUDA_VERSION
 from wooly.facade.cuda import Answers
 from wooly.facade.imports import AfterImport
+from wooly.facade.names import CUDA
 from wooly.facade.snapshots import Snapshots
 from wooly.flags import Flags
 from wooly.kernels import attention, jagged
 from wooly.kernels.launch import Launches
 from wooly.torch_private import (
+    NumberedDevices,
     device_constructors,
     forget_in_torchscript,
     quick_check_patches,
@@ -108,6 +109,7 @@ class Facade:
         self._snapshots = Snapshots(devices)
         self._answers = Answers(devices, facts, cuda_version)
         self._undo: list[tuple[Any, str, Any]] = []
+        self._numbered = NumberedDevices(NAME, CUDA)
         self._references = AfterImport("torch._prims.context", self._tell_references)
 
     def install(self) -> None:
@@ -155,7 +157,7 @@ class Facade:
         dynamo.activate()
         bitsandbytes.activate()
         handover.activate()
-        sharding.activate()
+        self._numbered.activate()
         self._references.activate()
         replaced = [(old, owner.__dict__.get(name)) for owner, name, old in self._undo]
         tell_dynamo(replaced)
@@ -179,7 +181,7 @@ class Facade:
     def uninstall(self) -> None:
         """Remove all patches."""
         self._references.deactivate()
-        sharding.deactivate()
+        self._numbered.deactivate()
         bitsandbytes.deactivate()
         handover.deactivate()
         functional_rng.deactivate()

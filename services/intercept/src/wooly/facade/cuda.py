@@ -109,6 +109,9 @@ class Answers:
             "utilization": self._memory.utilization,
             "device": device_context,
             "device_of": device_of,
+            # Dynamo puts these into graphs for `with torch.cuda.device(...)`. Those of a build without CUDA only raise.
+            "_exchange_device": lambda index: self._exchange_device(index),
+            "_maybe_exchange_device": lambda index: self._exchange_device(index),
             "_compile_kernel": compile_kernel,
             "_sleep": lambda cycles: sleep(self._devices, cycles),
         }.items():
