@@ -68,6 +68,30 @@ def test_operator_and_gradients_equal_cpu(cuda, name):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: F.rms_norm(x, (19,)),
+        lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], x.new_ones(17, 17)),
+        lambda x: F.cross_entropy(x, torch.arange(17, device=x.device), label_smoothing=0.2),
+    ],
+)
+def test_hooks_get_same_device_tensors_at_first_and_at_later_calls(cuda, call):
+    x = torch.randn(17, 19, device=cuda, requires_grad=True)  # a shape that no other test uses
+    handed = []
+
+    def keep(t):
+        handed[-1].append((t.device.type, tuple(t.shape)))
+        return t
+
+    for _ in range(3):
+        handed.append([])
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            call(x).sum().backward()
+    assert handed[0] and handed[0] == handed[1] == handed[2]
+    assert {kind for kind, _ in handed[0]} == {"cuda"}
+
+
 @pytest.mark.parametrize("shape", [(2, 0, 5, 8), (0, 2, 5, 8), (2, 2, 0, 8)])
 def test_attention_of_no_elements_is_empty(cuda, shape):
     x = torch.randn(shape, device=cuda, requires_grad=True)

@@ -1297,6 +1297,24 @@ def host_cache_patches() -> Iterator[tuple[Any, str, Any]]:
     yield torch._C, "_host_emptyCache", lambda: None
 
 
+def has_saved_tensors_hooks() -> bool:
+    """Whether hooks of the script receive the tensors that autograd saves, as in checkpoints and in `save_on_cpu`."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+@contextlib.contextmanager
+def without_saved_tensors_hooks() -> Iterator[None]:
+    """Keep the script's hooks for saved tensors away from graphs of Wooly's own.
+
+    Checkpoints count the tensors that their hooks get, and hooks that offload activations copy them.
+    """
+    if not has_saved_tensors_hooks():
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        yield
+
+
 def in_transform() -> bool:
     """Whether a function transform (`torch.func`) is active. Transforms cannot handle Wooly's autograd functions."""
     return torch._C._functorch.peek_interpreter_stack() is not None

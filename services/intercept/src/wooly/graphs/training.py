@@ -17,7 +17,7 @@ from wooly.graphs.program import Alias, Out, Program
 from wooly.graphs.recording import NotOneProgramError, Recording
 from wooly.recorder import Recorder
 from wooly.storage import ID_SHIFT, address_of
-from wooly.torch_private import raw_device
+from wooly.torch_private import has_saved_tensors_hooks, raw_device
 
 #: After 8 recorded forwards without a recorded backward, only every eighth forward is recorded. The backward may never come.
 _PATIENCE = 8
@@ -27,7 +27,8 @@ class Training(Kind):
     """A kind of arguments for which gradients are needed.
 
     It has one forward program, and one backward program per set of results for which gradients arrive. Until a backward is
-    recorded, forwards run eagerly inside the autograd function and keep their autograd graph.
+    recorded, forwards run eagerly inside the autograd function and keep their autograd graph. So do forwards whose saved tensors
+    go to hooks of the script: a checkpoint compares the tensors of two forwards, and a program has others than its operators.
     """
 
     def __init__(self, recorder: Recorder, body: Body) -> None:
@@ -47,7 +48,8 @@ class Training(Kind):
     def forward(self, ctx: Any, inputs: Sequence[Any]) -> tuple[Any, ...]:
         ctx.kind = self
         ctx.set_materialize_grads(False)
-        if self.forward_program is not None and self.backward_programs and not self.why:
+        hooked = has_saved_tensors_hooks()
+        if self.forward_program is not None and self.backward_programs and not self.why and not hooked:
             return self._replay_forward(ctx, inputs)
         alone = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in inputs]
 
@@ -55,8 +57,8 @@ class Training(Kind):
             with torch.enable_grad():
                 return self.flat(self.body.function(*alone))
 
-        self.forwards += 1
-        if self.why or (self.forwards > _PATIENCE and self.forwards % _PATIENCE):
+        self.forwards += not hooked
+        if hooked or self.why or (self.forwards > _PATIENCE and self.forwards % _PATIENCE):
             counters.eager += 1
             leaves, recorded = call(), None
         else:

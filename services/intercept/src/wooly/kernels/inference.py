@@ -19,7 +19,15 @@ from wooly.kernels.outs import RESIZE_SILENTLY, RESIZED_ON_HOST, ResizeOutError,
 from wooly.kernels.overlap import overlaps
 from wooly.kernels.schema import Call, OpFacts, tensors_of
 from wooly.storage import contiguous_strides, dense_strides
-from wooly.torch_private import fake_results, neg_view, raw_device, suggested_format, tree_leaves, tree_map
+from wooly.torch_private import (
+    fake_results,
+    neg_view,
+    raw_device,
+    suggested_format,
+    tree_leaves,
+    tree_map,
+    without_saved_tensors_hooks,
+)
 
 #: Elementwise functions of two tensors whose meta kernels (written in Python) take the layout of the result from another operand
 #: than ATen's iterator.
@@ -276,7 +284,7 @@ def infer_differentiated(
             return distinct[k]
         return [to_meta(x) for x in a] if isinstance(a, (list, tuple)) else a
 
-    with torch.enable_grad():
+    with torch.enable_grad(), without_saved_tensors_hooks():
         result = call_operator(
             facts, [to_meta(a) for a in call.args], {k: to_meta(v) for k, v in call.kwargs.items()}, "meta"
         )
