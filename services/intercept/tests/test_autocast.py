@@ -191,3 +191,15 @@ def test_custom_function_gets_cast_inputs(cuda):
     assert y.dtype == torch.float32
     y.sum().backward()
     assert x.grad.dtype == torch.float16 and x.grad.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+
+
+def test_autocast_of_cpu_does_not_hold_for_device(cuda):
+    """As on CUDA. The shapes are new, so the calls are inferred and tried on host tensors."""
+    lstm = nn.LSTM(13, 11).to(cuda)
+    x = torch.randn(5, 1, 13, device=cuda)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        results = [lstm(x)[0], x[:, 0] @ x[:, 0].T, nn.functional.linear(x, lstm.weight_ih_l0)]
+        with pytest.raises(RuntimeError, match="dtype"):
+            nn.functional.linear(x, lstm.weight_ih_l0.detach().bfloat16())
+    assert [y.dtype for y in results] == [torch.float32] * 3
+    assert torch.equal(lstm(x)[0], results[0])

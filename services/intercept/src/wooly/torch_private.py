@@ -774,6 +774,10 @@ def below_autocast(op: torch._ops.OpOverload) -> Callable[[Any, Any], Any]:
     return run
 
 
+#: A context in which no device's autocast casts the arguments of operators.
+no_autocast: Callable[[], contextlib.AbstractContextManager[None]] = torch._C._DisableAutocast
+
+
 def without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """`kernel`, so that the operators which it calls run without autocast."""
     exclude, key = torch._C._dispatch_tls_set_dispatch_key_excluded, DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]

@@ -22,6 +22,7 @@ from wooly.storage import contiguous_strides, dense_strides
 from wooly.torch_private import (
     fake_results,
     neg_view,
+    no_autocast,
     raw_device,
     suggested_format,
     tree_leaves,
@@ -239,7 +240,8 @@ def _infer_extension(facts: OpFacts, call: Call, counts: Inferences) -> list[Ten
                 return [convert(x) for x in a]
             return torch.device("cpu") if isinstance(a, torch.device) else a
 
-        return facts.op(*[convert(a) for a in call.args], **{k: convert(v) for k, v in call.kwargs.items()})
+        with no_autocast():
+            return facts.op(*[convert(a) for a in call.args], **{k: convert(v) for k, v in call.kwargs.items()})
 
     found = fake_results(with_fakes)
     if facts.mutable and all(name is not None for name in facts.returns_written):
@@ -438,7 +440,15 @@ def _has_loose_strides(facts: OpFacts, call: Call) -> bool:
 
 
 def call_operator(facts: OpFacts, args: list[Any], kwargs: dict[str, Any], where: str) -> Any:
-    """Call the operator. If it refuses Python numbers in place of tensors, convert the numbers to tensors and call again."""
+    """Call the operator. If it refuses Python numbers in place of tensors, convert the numbers to tensors and call again.
+
+    The autocast of the script, which may be that of the CPU, does not hold for the call.
+    """
+    with no_autocast():
+        return _call_operator(facts, args, kwargs, where)
+
+
+def _call_operator(facts: OpFacts, args: list[Any], kwargs: dict[str, Any], where: str) -> Any:
     if facts.host_at is not None:
         args[facts.host_at] = torch.tensor(args[facts.host_at], device="cpu")
     like = next((a for a in args if isinstance(a, Tensor)), None)
