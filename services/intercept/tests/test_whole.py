@@ -92,6 +92,20 @@ def test_hooks_get_same_device_tensors_at_first_and_at_later_calls(cuda, call):
     assert {kind for kind, _ in handed[0]} == {"cuda"}
 
 
+def test_first_call_under_detection_of_anomalies_has_gradients_and_finds_nan(cuda):
+    x = torch.randn(17, 21, device=cuda, requires_grad=True)  # a shape that no other test uses
+    with torch.autograd.set_detect_anomaly(True):
+        F.rms_norm(x, (21,)).sum().backward()
+        assert x.grad.isfinite().all()
+        y = F.rms_norm(x, (21,)).sum() * float("nan")
+        with (
+            pytest.warns(UserWarning, match="Error detected"),
+            pytest.raises(RuntimeError, match="returned nan values"),
+        ):
+            y.backward()
+        assert torch.is_anomaly_enabled()
+
+
 @pytest.mark.parametrize("shape", [(2, 0, 5, 8), (0, 2, 5, 8), (2, 2, 0, 8)])
 def test_attention_of_no_elements_is_empty(cuda, shape):
     x = torch.randn(shape, device=cuda, requires_grad=True)

@@ -1307,15 +1307,17 @@ def has_saved_tensors_hooks() -> bool:
 
 
 @contextlib.contextmanager
-def without_saved_tensors_hooks() -> Iterator[None]:
-    """Keep the script's hooks for saved tensors away from graphs of Wooly's own.
+def unobserved_graph() -> Iterator[None]:
+    """Keep what the script has set to observe autograd away from a graph of Wooly's own, whose tensors have no data.
 
-    Checkpoints count the tensors that their hooks get, and hooks that offload activations copy them.
+    Checkpoints count the saved tensors that their hooks get, and hooks that offload activations copy them. The search for
+    anomalies reads the values of gradients.
     """
-    if not has_saved_tensors_hooks():
-        yield
-        return
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+    with contextlib.ExitStack() as stack:
+        if has_saved_tensors_hooks():
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
+        if torch.is_anomaly_enabled():
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))
         yield
 
 

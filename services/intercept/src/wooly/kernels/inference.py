@@ -27,7 +27,7 @@ from wooly.torch_private import (
     suggested_format,
     tree_leaves,
     tree_map,
-    without_saved_tensors_hooks,
+    unobserved_graph,
 )
 
 #: Elementwise functions of two tensors whose meta kernels (written in Python) take the layout of the result from another operand
@@ -286,20 +286,20 @@ def infer_differentiated(
             return distinct[k]
         return [to_meta(x) for x in a] if isinstance(a, (list, tuple)) else a
 
-    with torch.enable_grad(), without_saved_tensors_hooks():
+    with torch.enable_grad(), unobserved_graph():
         result = call_operator(
             facts, [to_meta(a) for a in call.args], {k: to_meta(v) for k, v in call.kwargs.items()}, "meta"
         )
-    results = list(result) if isinstance(result, (list, tuple)) else [result]
-    if grads is None:
-        return results
-    given = [
-        (t, torch.empty_strided(g.shape, g.stride(), dtype=g.dtype, device="meta"))
-        for t, g in zip(results, grads, strict=True)
-        if g is not None
-    ]
-    leaves = [distinct[k] for k in wanted]
-    found = torch.autograd.grad([t for t, _ in given], leaves, [g for _, g in given], allow_unused=True)
+        results = list(result) if isinstance(result, (list, tuple)) else [result]
+        if grads is None:
+            return results
+        given = [
+            (t, torch.empty_strided(g.shape, g.stride(), dtype=g.dtype, device="meta"))
+            for t, g in zip(results, grads, strict=True)
+            if g is not None
+        ]
+        leaves = [distinct[k] for k in wanted]
+        found = torch.autograd.grad([t for t, _ in given], leaves, [g for _, g in given], allow_unused=True)
     # For a tensor without a gradient, the executor returns zeros in the tensor's shape.
     return [
         leaf.detach().as_strided(leaf.shape, dense_strides(tuple(leaf.shape), leaf.stride())) if g is None else g
