@@ -153,3 +153,26 @@ def test_concatenation_into_one_of_its_arguments_raises_atens_error(cuda, functi
         errors.append(str(e.value))
     assert "some elements of the input tensor and the written-to tensor" in errors[0]
     assert errors[0] == errors[1] == errors[2]
+
+
+#: Operators of ATen's iterator, called with one, two or three tensors.
+ITERATED = {
+    "sin": lambda x, y, o: torch.sin(x, out=o),
+    "clamp": lambda x, y, o: torch.clamp(x, 0, 1, out=o),
+    "add": lambda x, y, o: torch.add(x, y, out=o),
+    "div": lambda x, y, o: torch.div(x, y, rounding_mode="floor", out=o),
+    "copysign": lambda x, y, o: torch.copysign(x, y, out=o),
+    "where": lambda x, y, o: torch.where(x > 0, x, y, out=o),
+    "addcmul": lambda x, y, o: torch.addcmul(x, y, x, out=o),
+}
+
+
+@pytest.mark.parametrize("name", ITERATED)
+def test_resized_out_of_permuted_operands_has_their_layout(cuda, name):
+    """Called twice: the second call takes the sizes of the first."""
+    x, number = torch.arange(1.0, 13.0).view(3, 4).t(), torch.full((1, 1), 2.0)
+    for given in ((x, x), (x, number), (number, x), (x.t().contiguous().t(), x.flip(0))):
+        theirs = ITERATED[name](*given, torch.empty(0))
+        for _ in range(2):
+            ours = ITERATED[name](*[t.to(cuda) for t in given], torch.empty(0, device=cuda))
+            assert ours.stride() == theirs.stride() and torch.equal(ours.cpu(), theirs)

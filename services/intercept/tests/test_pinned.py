@@ -270,3 +270,11 @@ def test_pinned_tensors_without_room_in_shared_memory_are_ordinary(cuda):
 @needs_shared_memory
 def test_small_pinned_tensors_are_not_in_shared_memory(cuda):
     assert not shared(torch.ones(1000).pin_memory())
+
+
+@pytest.mark.parametrize("make", [lambda: torch.ones(3).pin_memory(), lambda: torch.ones(3, pin_memory=True)])
+def test_pinned_tensor_is_no_view_and_has_not_been_changed(cuda, make):
+    t = make()
+    assert t._version == 0 and not t._is_view() and t.is_pinned() and t[1:].is_pinned()
+    t.copy_(torch.ones(3, device=cuda, requires_grad=True))
+    assert t._version == 1 and type(t.grad_fn).__name__ == "CopyBackwards"

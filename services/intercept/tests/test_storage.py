@@ -81,6 +81,32 @@ def test_device_storage_resize_keeps_leading_bytes_and_shapes(cuda):
     assert host.untyped_storage().resize_(0).nbytes() == 0
 
 
+#: Calls that give a view more elements than its storage has.
+GROWING = {
+    "resize_": lambda v: v.resize_(3, 4).fill_(5),
+    "out=": lambda v: torch.add(torch.ones(3, 4, device=v.device), 1, out=v),
+    "cat out=": lambda v: torch.cat([torch.ones(3, 4, device=v.device)] * 2, out=v),
+    "nonzero out=": lambda v: torch.nonzero(torch.ones(3, 4, device=v.device), out=v),
+}
+
+
+@swaps
+@pytest.mark.parametrize("name", GROWING)
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_storage_that_grows_with_a_view_grows_for_all_its_tensors(cuda, name, at):
+    """A tensor with the same storage shows what is written to the view."""
+    found = []
+    for device in ("cpu", cuda):
+        base = torch.zeros(2, 3, device=device, dtype=torch.int64 if "nonzero" in name else torch.float32)
+        held, view = base.untyped_storage(), base[at:]
+        GROWING[name](view)
+        assert view.untyped_storage().data_ptr() == base.untyped_storage().data_ptr() == held.data_ptr()
+        base += 1
+        found.append((base.tolist(), view.tolist(), held.nbytes()))
+    assert found[0] == found[1]
+
+
 @swaps
 def test_device_storage_resize_to_zero_frees_and_refills(cuda):
     """The pattern of fully sharded training: free the gathered weights, and allocate them again at the next use."""

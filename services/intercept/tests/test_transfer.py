@@ -196,3 +196,17 @@ def test_module_with_uninitialised_parameters_moves_converts_and_loads(cuda):
         lazy.load_state_dict(source.state_dict())
         assert torch.nn.parameter.is_lazy(lazy.weight)
     assert lazy(torch.ones(2, 3, device=cuda)).shape == (2, 4) and lazy.weight.shape == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("to", "given"), [((), (3, 4)), ((0, 3), (1, 4)), ((2, 1), (2, 4)), ((4,), (2, 4)), ((3, 2), (2, 3))]
+)
+@pytest.mark.parametrize("places", ["device", "upload", "download"])
+def test_copy_of_a_shape_that_does_not_fit_raises_atens_error(cuda, to, given, places):
+    a, b = torch.zeros(to), torch.ones(given)
+    with pytest.raises(RuntimeError) as theirs:
+        a.copy_(b)
+    a, b = a if places == "download" else a.to(cuda), b if places == "upload" else b.to(cuda)
+    with pytest.raises(RuntimeError) as ours:
+        a.copy_(b)
+    assert str(ours.value) == str(theirs.value)

@@ -93,7 +93,8 @@ def _copy(t: Tensor) -> Tensor:
     flat = torch.from_numpy(memory)
     pinned.add(address)
     weakref.finalize(memory, pinned.discard, address).atexit = False
-    return flat.view(t.dtype).as_strided(t.shape, t.stride()).copy_(t)
+    # As CUDA's, the copy is no view and has not been changed.
+    return flat.view(t.dtype).as_strided(t.shape, t.stride()).copy_(t).data
 
 
 def _pinning(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

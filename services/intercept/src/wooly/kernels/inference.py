@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from wooly.kernels.outs import RESIZE_SILENTLY, RESIZED_ON_HOST, ResizeOutError, check_outs
-from wooly.kernels.overlap import overlaps
+from wooly.kernels.overlap import is_iterated, overlaps
 from wooly.kernels.schema import Call, OpFacts, tensors_of
 from wooly.storage import contiguous_strides, dense_strides
 from wooly.torch_private import (
@@ -185,9 +185,12 @@ def infer(
     if facts.out_args:
         try:
             check_outs(facts, call, kwargs)
-        except ResizeOutError:
+        except ResizeOutError as e:
             if ask_host and _small(call):
                 return infer(facts, call, counts, on_host=True)
+            if is_iterated(facts) and len(e.sizes) == 1 and not on_host:
+                ((name, (sizes, strides)),) = e.sizes.items()
+                raise ResizeOutError({name: (sizes, _iterated_strides(call, sizes, strides))}) from None
             raise
     if facts.mutable and all(name is not None for name in facts.returns_written):
         return []
@@ -305,6 +308,19 @@ def infer_differentiated(
         leaf.detach().as_strided(leaf.shape, dense_strides(tuple(leaf.shape), leaf.stride())) if g is None else g
         for leaf, g in zip(leaves, found, strict=True)
     ]
+
+
+def _iterated_strides(call: Call, sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides that ATen's iterator gives to a new result of these sizes. Meta kernels make a resized `out=` contiguous.
+
+    The host's iterator decides by the layouts of the operands, in their order. `strides` are for operands that it does not take.
+    """
+    read = [t for t in tree_leaves(call.args) if isinstance(t, Tensor)]
+    if all(t.is_contiguous() for t in read) or not 1 <= len(read) <= 3 or not _small(call):
+        return strides
+    first, *others = [torch.empty_strided(t.shape, t.stride(), dtype=torch.int8, device="cpu") for t in read]
+    found = torch.addcmul(first, *others) if len(others) == 2 else torch.add(first, others[0] if others else first)
+    return found.stride() if tuple(found.shape) == sizes else strides
 
 
 def _small(call: Call) -> bool:

@@ -73,6 +73,11 @@ def _shared_memory() -> RuntimeError:
 _ITERATED = frozenset({"floor_divide", "where"})
 
 
+def is_iterated(facts: OpFacts) -> bool:
+    """Whether ATen's iterator computes the operator, element by element."""
+    return torch.Tag.pointwise in facts.op.tags or facts.op.overloadpacket.__name__ in _ITERATED
+
+
 def refuse_resize(facts: OpFacts, call: Call, sizes: Mapping[str, tuple[int, ...]]) -> None:
     """Check that no `out=` tensor of another size than the result is also an argument, before `out=` tensors are resized.
 
@@ -88,7 +93,7 @@ def refuse_resize(facts: OpFacts, call: Call, sizes: Mapping[str, tuple[int, ...
         RuntimeError: an `out=` tensor is also an argument. It is ATen's error.
     """
     name_of = facts.op.overloadpacket.__name__
-    iterated = torch.Tag.pointwise in facts.op.tags or name_of in _ITERATED
+    iterated = is_iterated(facts)
     if not (iterated or name_of in ("addr", "cat")):
         return
     for name, shape in sizes.items():

@@ -142,6 +142,28 @@ def visible_value(dtype: torch.dtype) -> float | int | bool:
     return True if dtype is torch.bool else torch.iinfo(dtype).max
 
 
+def _expanded(src: Tensor, dst: Tensor) -> Tensor:
+    """`src` in the shape of `dst`, into which it is copied.
+
+    Raises:
+        RuntimeError: the shapes do not fit. It is the error of ATen's iterator.
+    """
+    try:
+        return src.expand(dst.shape)
+    except RuntimeError:
+        to, given = list(dst.shape), list(src.shape)
+    shape: list[int] = []
+    n = max(len(to), len(given))
+    a, b = [1] * (n - len(to)) + to, [1] * (n - len(given)) + given
+    for at in reversed(range(n)):
+        if a[at] != b[at] and 1 not in (a[at], b[at]):
+            raise RuntimeError(
+                f"The size of tensor a ({a[at]}) must match the size of tensor b ({b[at]}) at non-singleton dimension {at}"
+            )
+        shape.insert(0, b[at] if a[at] == 1 else a[at])
+    raise RuntimeError(f"output with shape {to} doesn't match the broadcast shape {shape}")
+
+
 class Transfer:
     """The kernels of this file, for all devices.
 
@@ -341,7 +363,7 @@ class Transfer:
         else:
             src = plain(src)
             if not (non_blocking and self._fetch(dst, src)) and not self._read_into(dst, src):
-                dst.copy_(self.to_host(src).expand(dst.shape))
+                dst.copy_(_expanded(self.to_host(src), dst))
         return dst
 
     def copy_from(self, src: Tensor, dst: Tensor, non_blocking: bool = False) -> Tensor:
@@ -358,7 +380,7 @@ class Transfer:
         """Record the copy of a tensor of the same device. Returns the number of its form."""
         given = src
         if src.shape != dst.shape:
-            src = src.expand(dst.shape)
+            src = _expanded(src, dst)
         at, to = address_of(src), address_of(dst)
         recorder = self._recorder_at(to)
         key = (
@@ -418,7 +440,7 @@ class Transfer:
         Few bytes go through this process, and so do all bytes of sessions without a controller and of those that are recorded.
         """
         if src.shape != dst.shape:
-            src = src.expand(dst.shape)
+            src = _expanded(src, dst)
         if not is_dense(dst):
             staging = torch.empty(dst.shape, dtype=dst.dtype, device=raw_device(dst))
             self._hop(staging, src)
@@ -771,23 +793,31 @@ class Transfer:
     # -- storages ----------------------------------------------------------------------------------------------------
 
     def resize(self, t: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
-        """Resize `t` and keep its leading bytes, as `resize_` does."""
+        """Resize `t` and keep its leading bytes, as `resize_` does. If its storage grows, it does so for all its tensors.
+
+        Before torch 2.13, which cannot exchange the memory of storages, `t` gets a storage of its own.
+        """
         need = span(sizes, strides) * t.element_size()
         here = int(t.storage_offset()) * t.element_size()
-        have = t.untyped_storage().nbytes()
+        held = t.untyped_storage()
+        have = held.nbytes()
         if here + need <= have:
-            _set_cpu(t, t.untyped_storage(), t.storage_offset(), sizes, strides)
+            _set_cpu(t, held, t.storage_offset(), sizes, strides)
             return
-        grown = self.empty([here + need], dtype=torch.uint8, device=raw_device(t))
-        if have:
-            old = torch.empty(0, dtype=torch.uint8, device=raw_device(t))
-            _set_cpu(old, t.untyped_storage(), 0, (have,), (1,))
-            self._copy(grown[:have], old)
-        _set_cpu(t, grown.untyped_storage(), t.storage_offset(), sizes, strides)
+        if swap_memory is not None:
+            self.resize_storage(held, here + need)
+        else:
+            grown = self.empty([here + need], dtype=torch.uint8, device=raw_device(t))
+            if have:
+                old = torch.empty(0, dtype=torch.uint8, device=raw_device(t))
+                _set_cpu(old, held, 0, (have,), (1,))
+                self._copy(grown[:have], old)
+            held = grown.untyped_storage()
+        _set_cpu(t, held, t.storage_offset(), sizes, strides)
         if self._fills_memory:
             first, end = have // t.element_size(), (here + need) // t.element_size()
             rest = torch.empty(0, dtype=t.dtype, device=raw_device(t))
-            _set_cpu(rest, grown.untyped_storage(), first, (end - first,), (1,))
+            _set_cpu(rest, held, first, (end - first,), (1,))
             rest.fill_(visible_value(t.dtype))
 
     def resize_(self, t: Tensor, size: list[int], *, memory_format: torch.memory_format | None = None) -> Tensor:
@@ -826,7 +856,8 @@ class Transfer:
             old = torch.empty(0, dtype=torch.uint8, device=device)
             _set_cpu(old, storage, 0, (kept,), (1,))
             self._copy(grown[:kept], old)
-        swap_memory(storage, self._bytes_of_new(0, device).untyped_storage())
+        if have:
+            swap_memory(storage, self._bytes_of_new(0, device).untyped_storage())
         if nbytes:
             swap_memory(storage, grown.untyped_storage())
 
