@@ -1,5 +1,8 @@
 """Errors that the executor reports later name the operation that failed, wherever they surface."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from wooly import api, device
@@ -120,3 +123,16 @@ def test_decomposition_that_fails_raises_at_the_call(cuda):
     with pytest.raises(RuntimeError, match=r"^torch.linalg.eig: input tensor should not contain infs or NaNs.$"):
         torch.linalg.eig(bad)
     torch.cuda.synchronize()
+
+
+def test_call_whose_trial_on_zeros_fails_does_not_keep_its_operands(cuda, no_garbage):
+    """The trial divides by zero, and the device does not."""
+    x, y = (torch.full((5, 3), n, dtype=torch.int16, device=cuda) for n in (7, 4))
+    gc.disable()  # a cycle would keep them until the next collection
+    try:
+        assert (x % y).tolist() == [[3] * 3] * 5
+        held = weakref.ref(x), weakref.ref(y)
+        del x, y
+        assert [w() for w in held] == [None, None]
+    finally:
+        gc.enable()

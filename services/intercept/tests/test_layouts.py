@@ -81,6 +81,18 @@ def test_library_operator_result_has_strides_of_cpu(cuda, call):
         lambda x, y, n: x // 2,
         lambda x, y, n: torch.complex(x, y.expand_as(x)),
         lambda x, y, n: torch.polar(x, n),
+        lambda x, y, n: torch.heaviside(y[0], x),
+        lambda x, y, n: torch.logaddexp(y[0], x),
+        lambda x, y, n: torch.logaddexp2(y[0], x),
+        lambda x, y, n: torch.logical_and(y[0], x),
+        lambda x, y, n: torch.logical_or(y[0], x),
+        lambda x, y, n: torch.logical_xor(y[0], x),
+        lambda x, y, n: torch.xlogy(x, x.contiguous()),
+        lambda x, y, n: torch.special.xlog1py(x, x.contiguous()),
+        lambda x, y, n: torch.angle(x.to(torch.complex64)),
+        lambda x, y, n: torch.angle(x),
+        lambda x, y, n: 2.0**x,
+        lambda x, y, n: torch.ldexp(y[0], x),
     ],
 )
 def test_elementwise_result_of_permuted_operands_has_strides_of_cpu(cuda, call):

@@ -116,3 +116,9 @@ def test_last_of_several_values_for_one_element_counts(cuda):
     with pytest.warns(UserWarning, match="Use of index_put_ on expanded tensors is deprecated"):
         memory.expand(4)[torch.tensor([0, 2], device=cuda)] = torch.tensor([3.0, 4.0], device=cuda)
     assert memory.item() == 4
+
+
+def test_zeros_for_a_list_may_be_written_to_expanded_tensors(cuda):
+    memory, other = torch.ones(3, device=cuda), torch.ones(2, device=cuda)
+    torch._foreach_zero_([memory.expand(2, 3), other])
+    assert memory.tolist() == [0, 0, 0] and other.tolist() == [0, 0]

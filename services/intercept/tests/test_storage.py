@@ -107,6 +107,12 @@ def test_storage_that_grows_with_a_view_grows_for_all_its_tensors(cuda, name, at
     assert found[0] == found[1]
 
 
+def test_view_without_elements_does_not_let_its_storage_grow(cuda):
+    base = torch.ones(0, 3, device=cuda)
+    base[:, 2:].resize_(0)
+    assert base.untyped_storage().nbytes() == 0
+
+
 @swaps
 def test_device_storage_resize_to_zero_frees_and_refills(cuda):
     """The pattern of fully sharded training: free the gathered weights, and allocate them again at the next use."""

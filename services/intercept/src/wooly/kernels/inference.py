@@ -38,7 +38,9 @@ _ITERATED = frozenset(
             f"aten.{name}_backward.default"
             for name in ("elu", "hardsigmoid", "hardswish", "hardtanh", "logit", "softplus")
         ),
-        *("aten.copysign.Tensor", "aten.div.Tensor_mode", "aten.floor_divide.default"),
+        *(f"aten.{name}.default" for name in ("heaviside", "logaddexp", "logaddexp2", "special_xlog1py")),
+        *(f"aten.logical_{name}.default" for name in ("and", "or", "xor")),
+        *("aten.copysign.Tensor", "aten.div.Tensor_mode", "aten.floor_divide.default", "aten.xlogy.Tensor"),
     }
 )
 #: Operators that are inferred on the host, because their meta kernel gives another shape than the CPU kernel (oneDNN's workspace,
@@ -106,8 +108,16 @@ _NORMS = frozenset({"aten.native_layer_norm.default", "aten.native_group_norm.de
 
 #: Operators whose first result is contiguous on CPUs and GPUs. The meta kernels take the layout of an operand.
 _CONTIGUOUS = frozenset(
-    {"aten.native_layer_norm.default", "aten.native_layer_norm_backward.default", "aten.mse_loss_backward.default"}
+    {
+        *(
+            "aten.native_layer_norm.default",
+            "aten.native_layer_norm_backward.default",
+            "aten.mse_loss_backward.default",
+        ),
+        "aten.pow.Scalar",
+    }
 )
+_ANGLE = "aten.angle.default"
 
 
 class Inferences:
@@ -403,7 +413,8 @@ def _correct(
         at = facts.positions["output_mask"]
         mask = call.args[at] if at < len(call.args) else call.kwargs["output_mask"]
         fresh[:] = [t if wanted else None for t, wanted in zip(fresh, mask, strict=True)]
-    if facts.name in _CONTIGUOUS and fresh[0] is not None:
+    complex_angle = facts.name == _ANGLE and call.args[0].is_complex()
+    if (facts.name in _CONTIGUOUS or complex_angle) and fresh[0] is not None:
         fresh[0] = _in_format(fresh[0], torch.contiguous_format)
     if facts.name in _NORMS:
         fresh[1:] = [t if t is None else t.to(_statistics_dtype(call)) for t in fresh[1:]]

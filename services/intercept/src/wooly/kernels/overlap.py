@@ -14,7 +14,7 @@ from wooly.storage import span
 from wooly.torch_private import tree_leaves
 
 #: Operators that may write to expanded tensors, because all elements get the same value.
-FILLS = frozenset({"aten.fill_.Scalar", "aten.fill_.Tensor", "aten.zero_.default"})
+FILLS = frozenset({"aten.fill_.Scalar", "aten.fill_.Tensor", "aten.zero_.default", "aten._foreach_zero_.default"})
 
 
 def overlaps(t: Tensor) -> bool:

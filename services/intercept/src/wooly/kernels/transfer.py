@@ -801,7 +801,7 @@ class Transfer:
         here = int(t.storage_offset()) * t.element_size()
         held = t.untyped_storage()
         have = held.nbytes()
-        if here + need <= have:
+        if not need or here + need <= have:
             _set_cpu(t, held, t.storage_offset(), sizes, strides)
             return
         if swap_memory is not None:

@@ -140,7 +140,8 @@ class Trials:
         except Exception as e:
             if _ABOUT_DTYPES.search(str(e)):
                 raise
-            return e
+            # The frames have the operands, and the caller's frame the error: a cycle would keep the operands' memory.
+            return e.with_traceback(None)
         finally:
             if state is not None:
                 torch.set_rng_state(state)
