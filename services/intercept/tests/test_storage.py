@@ -107,6 +107,18 @@ def test_storage_that_grows_with_a_view_grows_for_all_its_tensors(cuda, name, at
     assert found[0] == found[1]
 
 
+@swaps
+def test_storage_that_a_tensor_is_set_beyond_grows(cuda):
+    base = torch.arange(3.0, device=cuda)
+    held = base.untyped_storage()
+    t = torch.empty(0, device=cuda).set_(held, 1, (2, 2))
+    assert held.nbytes() == 20 and t.stride() == (2, 1)
+    t[1] = 7
+    assert t.tolist() == [[1, 2], [7, 7]] and base.tolist() == [0, 1, 2]
+    base[1] = 5
+    assert t[0, 0] == 5 and torch.empty(0, device=cuda).set_(held, 4, (0, 3)).numel() == 0 and held.nbytes() == 20
+
+
 def test_view_without_elements_does_not_let_its_storage_grow(cuda):
     base = torch.ones(0, 3, device=cuda)
     base[:, 2:].resize_(0)

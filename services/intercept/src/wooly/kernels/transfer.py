@@ -871,6 +871,18 @@ class Transfer:
         n = source.nbytes() // t.element_size()
         return _set_cpu(t, source, 0, (n,), (1,))  # type: ignore[no-any-return]
 
+    def set_within(
+        self, t: Tensor, source: Any, offset: int, size: list[int], stride: list[int] | None = None
+    ) -> Tensor:
+        """`aten.set_.source_Storage_storage_offset`. A storage that is too small grows, as CUDA's does."""
+        sizes = tuple(size)
+        strides = tuple(stride) if stride else contiguous_strides(sizes)
+        elements = span(sizes, strides)
+        need = (offset + elements) * t.element_size()
+        if elements and need > source.nbytes() and swap_memory is not None:
+            self.resize_storage(source, need)
+        return _set_cpu(t, source, offset, sizes, strides)  # type: ignore[no-any-return]
+
     def set_tensor(self, t: Tensor, source: Tensor) -> Tensor:
         """`aten.set_.source_Tensor`."""
         return _set_cpu(  # type: ignore[no-any-return]
@@ -894,7 +906,7 @@ class Transfer:
             "_local_scalar_dense": self.local_scalar_dense,
             "resize_": self.resize_,
             "set_.source_Storage": self.set_storage,
-            "set_.source_Storage_storage_offset": _set_cpu,
+            "set_.source_Storage_storage_offset": self.set_within,
             "set_.source_Tensor": self.set_tensor,
             "set_": self.set_none,
         }
