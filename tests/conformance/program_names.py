@@ -47,7 +47,10 @@ def order(seed, n):
 def see(*values):
     """Show values, as a script that prints them or decides by them."""
     for value in values:
-        SEEN.append(host(value) if isinstance(value, torch.Tensor) else value)
+        if isinstance(value, tuple):
+            see(*value)
+        else:
+            SEEN.append(host(value) if isinstance(value, torch.Tensor) else value)
 
 
 def text(t):
@@ -81,12 +84,13 @@ def larger(t):
 
 
 def apart(out, *read):
-    """The tensor for a result, or a new one if it shares memory with an operand.
+    """The tensor for a result, or a new one if it is expanded or shares memory with an operand.
 
     Some kernels refuse such a call, and the others give anything if they resize the tensor.
     """
     here = out.untyped_storage().data_ptr()
-    return torch.empty_like(out) if any(t.untyped_storage().data_ptr() == here for t in read) else out
+    shared = 0 in out.stride() or any(t.untyped_storage().data_ptr() == here for t in read)
+    return torch.zeros(out.shape, dtype=out.dtype, device=D) if shared else out
 
 
 def late(call):
@@ -151,7 +155,9 @@ def passed(thing, how):
     file = io.BytesIO()
     torch.save(thing, file)
     file.seek(0)
-    return torch.load(file, weights_only=False, map_location=D if how == "map" else None)
+    read = torch.load(file, weights_only=False, map_location=D if how == "map" else None)
+    # The CPU's storages of a file cannot be resized.
+    return read.clone() if isinstance(thing, torch.Tensor) else read
 
 
 def module(seed, make):
@@ -168,6 +174,62 @@ def alive(t):
 def collect():
     """Collect garbage."""
     gc.collect()
+
+
+class Scaled(torch.autograd.Function):
+    """A function of a script whose gradient depends on a saved tensor."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.save_for_backward(x)
+        ctx.factor = factor
+        return x * x * factor
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * x * (2 * ctx.factor), None
+
+
+class Doubled(torch.autograd.Function):
+    """A function of a script that writes its argument."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def written(x):
+    """A function that writes views of its result."""
+    y = x.clone()
+    y[:1].mul_(2)
+    y.view(-1)[-1:] = x.reshape(-1)[:1]
+    return y.add_(x.sin())
+
+
+def saved_on_host(function, x):
+    """The function, whose tensors for the backward are kept on the host."""
+    with torch.autograd.graph.save_on_cpu():
+        return function(x)
+
+
+def through_host(seed, n, views):
+    """What is left of a large tensor that was written through views, copied to the host and back, and freed."""
+    t = R(seed, n)
+    for at in views:
+        t[at::7] += t[at : at + len(t[at::7])].clone()
+    h = pinned(torch.empty(n))
+    h.copy_(t, non_blocking=True)
+    sync()
+    t.copy_(h[: n // 2].repeat(2)[:n] if n % 2 == 0 else h)
+    half = host(t[: n // 2])
+    del t
+    return torch.cat([half[:3], half[-3:], half.sum().reshape(1), h[-3:]]).to(D)
 
 
 def dual(function, x, tangent):

@@ -59,6 +59,7 @@ class Run:
 
             def inner():
                 turns[0] += 1
+                self._note_seen(place)
                 kept, self._looks = self._looks, self._looks and turns[0] < 3
                 said = len(self.trace)
                 for n, one in enumerate(step[1]):
@@ -80,13 +81,15 @@ class Run:
             self.trace.append((place, "error", type(error).__name__, wording(error)))
             error.__traceback__ = None
             del error
-        seen = self.space["SEEN"]
-        for value in seen:
-            self.trace.append((place, "see", value))
-        seen.clear()
+        self._note_seen(place)
         if self._looks:
             self.trace.append((place, "tensors", self.described()))
         return failed
+
+    def _note_seen(self, place):
+        seen = self.space["SEEN"]
+        self.trace += [(place, "see", value) for value in seen]
+        seen.clear()
 
     def tensors(self):
         """(name, tensor) of all tensors of the program on the device, and of gradients and modules."""
@@ -151,16 +154,12 @@ class Run:
 
 
 def is_large(t):
-    return t.numel() > MOST or max(t.shape, default=0) > LONGEST
+    return t.numel() > MOST or t.dim() > 8 or max(t.shape, default=0) > LONGEST
 
 
 def strides(t):
     """Strides of dimensions with one element, and of empty tensors, mean nothing."""
-    return (
-        t.stride()
-        if t.numel() and 1 not in t.shape
-        else tuple(s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1)
-    )
+    return tuple([s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1]) if t.numel() else ()
 
 
 def execute(steps, device, looks, before_step=None):
@@ -208,7 +207,8 @@ def without_loose_errors(steps, trace):
         for n in path:
             inside = inside[n][1]
         index = "out of" in said[1] and any(word in inside[last] for word in ("order(", "tensor(", "[["))
-        if index or "ZeroDivisionError" in said[1] or any(word in inside[last] for word in ("_foreach_", "out=")):
+        loose = index or "ZeroDivisionError" in said[1] or any(word in inside[last] for word in ("_foreach_", "out="))
+        if loose or "graph(" in inside[last][0]:
             del inside[last]
             return True
     return False

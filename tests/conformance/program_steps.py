@@ -84,6 +84,7 @@ class Maker:
         self._numbers = {"t": 0, "h": 0, "m": 0, "g": 0}
         self._depth = 0
         self._capturing = False
+        self._shapes, self._made = {}, {}
         self._seed = seed * 1000
 
     # -- what there is ------------------------------------------------------------------------------------------------
@@ -130,7 +131,8 @@ class Maker:
         return self.rng.choice(self.rng.choice(kinds))
 
     def number(self):
-        return self.rng.choice(("0", "1", "2", "-1", "3", "0.5", "1.5", "-0.25", "True", "1e-3", "7"))
+        """A number that all dtypes hold: a fill with another one is an error, which may come late."""
+        return self.rng.choice(("0", "1", "2", "-1", "3", "0.5", "1.5", "True", "1e-3", "7"))
 
     # -- a program ----------------------------------------------------------------------------------------------------
 
@@ -327,12 +329,15 @@ class Maker:
             return f"{self.new()}, {self.new()} = {name}.sort({dim}, stable=True, descending={rng.random() < 0.5})"
         if op == "topk":
             return f"{self.new()} = {name}.topk(1, {dim}).values"
+        if op == "median" and 0 in t.stride():
+            return None  # the CPU's kernel reads other memory
         if op in ("max", "min", "median", "cummax") and rng.random() < 0.5:
             return f"{self.new()} = {name}.{op}({dim}).values"
         if op == "cummax":
             return None
         if op in ("norm", "count_nonzero") or rng.random() < 0.4:
-            return f"{self.new()} = {name}.{op}()"
+            # Of zeros with different signs, the largest is any of them.
+            return f"{self.new()} = {name}.{op}(){' + 0' * (op in ('max', 'min', 'amax', 'amin'))}"
         keep = "" if op in ("max", "min", "median") else f", keepdim={rng.random() < 0.5}"
         return f"{self.new()} = {name}.{op}({dim}{keep})" + (".values" if op in ("max", "min", "median") else "")
 
@@ -566,11 +571,48 @@ class Maker:
             ways += [f"see({name}.reshape(-1)[{rng.randrange(t.numel())}].item())"] * 3
             ways += [f"see({name}.flatten()[-1:].tolist())"]
             if not t.is_complex():
-                ways += [f"see(float({name}.max()))", f"see(bool({name}.min() > 0))", f"see(int({name}.argmax()))"]
+                ways += [f"see(float({name}.max()) + 0)", f"see(bool({name}.min() > 0))", f"see(int({name}.argmax()))"]
                 ways += [f"if bool({name}.flatten()[0] > 0): {name}.mul_(2)"]
         if t.numel() == 1:
             ways += [f"see({name}.item())"] * 4
         return rng.choice(ways)
+
+    def element(self):
+        """A write of one element, or a part of a row, by its number, which changes in loops."""
+        name, rng = self.pick(lambda t: t.dim() > 0 and t.numel() > 0 and not shares_elements(t)), self.rng
+        if name is None:
+            return None
+        t = self.get(name)
+        n = t.shape[0]
+        at = f"k % {n}" if self._depth else str(rng.randrange(n))
+        one = f"{name}[{at}]"
+        value = rng.choice(("k" if self._depth else "3", self.number(), f"{name}[{rng.randrange(n)}].clone()"))
+        ways = [f"{one} = {value}", f"{one} = {value}", f"{name}[{at}:] = {value if 'clone' not in value else 2}"]
+        if t.dtype is not torch.bool:
+            ways += [f"{one} += 1", f"{one} *= -1", f"{name}[-1] -= {name}[0].clone()"]
+        if t.dim() == 1 and not t.is_complex():
+            ways += [
+                f"see({one}.item())",
+                f"if {one} > 0: {name}[-1] = 0",
+                f"see(int({one}) + 1)",
+                f"{one} = float({name}[0])",
+            ]
+            ways += [
+                f"see(({name} == {value}).nonzero().tolist())" if "clone" not in value else f"see({name}.tolist())"
+            ]
+            if t.dtype is torch.int64:
+                ways += [f"{self.new()} = {name}[{name} % {n}]"]
+        return rng.choice(ways)
+
+    def decisions(self):
+        """A small tensor whose values the client knows."""
+        values = [self.rng.randrange(-3, 9) for _ in range(self.rng.randrange(1, 7))]
+        kind = self.rng.choice(("int64", "int32", "float32", "float64", "bool"))
+        return f"{self.new()} = torch.tensor({values}, dtype=torch.{kind}, device=D)"
+
+    def large(self):
+        n = self.rng.choice((5000, 20001, 300000, 300001))
+        return f"{self.new()} = through_host({self.seed()}, {n}, {[self.rng.randrange(5) for _ in range(3)]})"
 
     def to_host(self):
         name, rng = self.pick(), self.rng
@@ -701,6 +743,9 @@ class Maker:
                 f"({a}).clone().mul_(0.5)",
                 f"({a}).clone().clamp_(-1, 1)",
                 f"F.softmax({a}, -1)" if self._dim else f"({a}).exp()",
+                f"written({a})" if self._dim else f"({a}).expm1()",
+                f"Scaled.apply({a}, 0.5)",
+                f"Doubled.apply(({a}).clone())",
                 f"({a}).flip(0)" if self._dim else f"({a}).cos()",
                 f"({a}).cumsum(-1)" if self._dim else f"({a}).neg()",
                 f"torch.cat([({a})[:1], ({a})[1:] * 2])" if self._dim else f"({a}).sigmoid()",
@@ -787,7 +832,9 @@ class Maker:
                 f"dual({f}, {x}, torch.ones_like({name})).primal",
                 f"dual({f}, {x}, R({self.seed()}, *{name}.shape, dtype={name}.dtype)).tangent",
                 f"again({f}, {name})",
-                f"again({f}, {name})",
+                f"saved_on_host({f}, {name})",
+                f"torch.autograd.functional.hvp({one}, {x}, torch.ones_like({name}))[1]",
+                f"torch.func.linearize({f}, {x})[1](torch.ones_like({name}))",
             )
         )
 
@@ -822,7 +869,7 @@ class Maker:
                     f"torch.optim.Adam(parameters(m{number}), lr=torch.tensor(0.02), foreach=False)",
                 )
             )
-            self._shapes = getattr(self, "_shapes", {}) | {f"m{number}": shape}
+            self._shapes[f"m{number}"], self._made[f"m{number}"] = shape, optimizer
             return f"m{number} = module({self._seed}, lambda: {make}); o{number} = {optimizer}"
         m = rng.choice(self.names("m"))
         o, x = f"o{m[1:]}", self.values(self._shapes[m], "float32")
@@ -840,6 +887,11 @@ class Maker:
                 f"{self.new()} = train({m}, {o}, {x})",
                 f"with torch.no_grad(): see({m}({x}))",
                 f"{m}.eval()",
+                f"{o}.param_groups[0]['lr'] *= 0.5" if "lr=torch" not in str(self._made[m]) else f"{m}.train()",
+                f"{o}.zero_grad(set_to_none={rng.random() < 0.5})",
+                f"see(torch.nn.utils.clip_grad_norm_(parameters({m}), 0.5, foreach=True))",
+                f"see(train({m}, {o}, {x}).item())",
+                f"{self.new()} = torch.nn.utils.parameters_to_vector(parameters({m})).detach()",
                 f"{m}.train()",
                 f"{o}.load_state_dict(passed({o}.state_dict(), {rng.choice(('deepcopy', 'save', 'map'))!r}))",
                 f"{m}.load_state_dict(passed({m}.state_dict(), {rng.choice(('deepcopy', 'save', 'map'))!r}))",
@@ -899,6 +951,16 @@ class Maker:
         times = self.rng.choice((3, 5, 5, 40, 40))
         return [f"for k in range({times}):\n    BODY", self.rng.randrange(2, 7), times]
 
+    def branch(self):
+        """Steps that run if a value says so."""
+        name = self.pick(lambda t: t.numel() > 0 and not t.is_complex())
+        if name is None:
+            return None
+        ways = [f"bool(({name} > 0).any())", f"{name}.flatten()[0] > 0", f"{name}.sum().item() > 0"]
+        if self._depth:
+            ways += ["k % 3 == 1", "k > 20", f"bool({name}.flatten()[k % {self.get(name).numel()}] > 0)"]
+        return [f"if {self.rng.choice(ways)}:\n    BODY", self.rng.randrange(1, 4), 1]
+
     def region(self):
         head = self.rng.choice(
             ("torch.no_grad()", "torch.no_grad()", "torch.enable_grad()", "side_stream()", "side_stream()")
@@ -909,7 +971,14 @@ class Maker:
         """A captured graph and its replays. Its body makes names of its own, so that the CPU can run it again."""
         if self._depth:
             return None
-        return ["g = graph(lambda: BODY)\nfor k in range(3): g()\ndel g", self.rng.randrange(2, 6), 1]
+        between = self.rng.choice(("pass", "pass", "{0}.copy_(R({1} + k, *{0}.shape))", "{0}.add_(1)", "{0}[:1] = k"))
+        name = self.pick(
+            lambda t: t.dtype is torch.float32 and t.dim() > 0 and not shares_elements(t) and 0 not in t.stride()
+        )
+        between = between.format(name, self._seed) if name else "pass"
+        shown = f"see({self.pick()})" if self.rng.random() < 0.5 else "pass"
+        head = f"g = graph(lambda: BODY)\nwith torch.no_grad():\n    for k in range(3): {between}; g(); {shown}\ndel g"
+        return [head, self.rng.randrange(2, 7), 1]
 
     def captured(self):
         """A step of a graph: it reads nothing, copies nothing from the host and changes no tensor's sizes."""
@@ -952,8 +1021,11 @@ STEPS = [
     (Maker.module, 4),
     (Maker.compile, 0.15),
     (Maker.fused, 3),
+    (Maker.element, 8),
+    (Maker.decisions, 2),
+    (Maker.large, 0.3),
 ]
-BLOCKS = [(Maker.loop, 3), (Maker.region, 3), (Maker.thread, 0.5), (Maker.graph, 0.7)]
+BLOCKS = [(Maker.loop, 5), (Maker.region, 3), (Maker.branch, 2), (Maker.thread, 0.5), (Maker.graph, 1)]
 CAPTURED = (
     *(Maker.unary, Maker.binary, Maker.write, Maker.write, Maker.view, Maker.reduction, Maker.matmul, Maker.clamp),
     *(Maker.join, Maker.foreach, Maker.fused),

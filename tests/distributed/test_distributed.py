@@ -22,6 +22,22 @@ def test_collectives_of_two_ranks_have_the_bits_of_gloo(program):
     assert all("all collectives agree" in out for out in program("collectives.py").output())
 
 
+@pytest.mark.parametrize(
+    ("ranks", "seeds"),
+    [(2, (0, 4)), *[pytest.param(n, (100, 140), marks=pytest.mark.slow) for n in (2, 4)]],
+    ids=["2-few", "2", "4"],
+)
+def test_random_collectives_have_the_values_of_gloo(program, ranks, seeds):
+    assert all("all sequences agree" in out for out in program("random_collectives.py", *seeds, ranks=ranks).output())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_random_collectives_on_two_executors_have_the_values_of_gloo(program, url, other_url, ranks):
+    found = program("random_collectives.py", 200, 220, at=[url, other_url] * (ranks // 2), ranks=ranks).output()
+    assert all("all sequences agree" in out for out in found)
+
+
 def test_trainings_of_two_ranks_have_the_weights_of_one_process(program):
     status, out, errors = program("training.py").results()[0]
     assert status == 0 and "Time stats" not in errors, errors
