@@ -136,3 +136,13 @@ def test_call_whose_trial_on_zeros_fails_does_not_keep_its_operands(cuda, no_gar
         assert [w() for w in held] == [None, None]
     finally:
         gc.enable()
+
+
+def test_write_to_a_part_that_the_device_refuses_raises_at_each_call(cuda):
+    """The call is tried on copies first, which begin at another offset, so that they are a call of their own."""
+    for _ in range(3):
+        x = torch.ones(2, 3, dtype=torch.bool, device=cuda)
+        with pytest.raises(RuntimeError, match="with two bool tensors is not supported"):
+            x[-1].sub_(x[0].clone())
+        torch.cuda.synchronize()
+        assert x.tolist() == [[True] * 3] * 2

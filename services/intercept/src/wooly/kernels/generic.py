@@ -478,9 +478,12 @@ class Generic:
                     recorder.sync()
                 result = run(*args, **kwargs)
                 recorder.sync()
-            except RemoteOperationError as e:
+            except Exception as e:
+                # Also if the run on copies, which is a call of its own with its own doubt, has raised the doubt.
                 self._plans.pop(signature, None)
                 native.forget()
+                if not isinstance(e, RemoteOperationError):
+                    raise
                 if planned.doubt is not None and str(planned.doubt) in str(e):
                     raise planned.doubt from None
                 if "not implemented for" in e.message:  # the kernel does not support the dtype
