@@ -161,9 +161,12 @@ def passed(thing, how):
 
 
 def module(seed, make):
-    """A module whose parameters were drawn on the CPU."""
-    torch.manual_seed(seed)
-    return make().to(D)
+    """A module whose parameters were drawn on the CPU, by a generator of its own: programs may run in several threads."""
+    net, generator = make(), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.uniform_(-0.6, 0.6, generator=generator)
+    return net.to(D)
 
 
 def alive(t):

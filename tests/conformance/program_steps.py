@@ -926,7 +926,7 @@ class Maker:
                 f"F.layer_norm({name}, {name}.shape[-1:])",
                 f"F.rms_norm({name}, {name}.shape[-1:])",
                 f"F.cross_entropy({name}.reshape(-1, {last}), order({self.seed()}, 99)[: {t.numel() // last}] % {last})",
-                f"F.mse_loss({name}, {name}.roll(1))",
+                f"F.mse_loss({name}, {name}.roll(1)) * 1",
                 f"F.pad({name}, (1, 0))",
                 f"F.embedding(order({self.seed()}, {t.shape[0]}), {name})" if t.dim() == 2 else f"F.silu({name})",
                 f"F.one_hot({name}.argmax(-1), {t.shape[-1]})",
