@@ -64,6 +64,20 @@ def test_graph_inference_reads_inputs_at_replay(side):
     assert api.session_stats()["programs"] > programs
 
 
+def test_capture_of_a_first_call_whose_trial_on_zeros_fails_computes_at_replay(side):
+    """Without a warm-up. Integers are divided by zero in the trial."""
+    x, y = torch.arange(9, 17, dtype=torch.int16, device="cuda"), torch.full((8,), 5, dtype=torch.int16, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rest = x % y
+        x.floor_divide_(y)
+    graph.replay()
+    assert rest.tolist() == [4, 0, 1, 2, 3, 4, 0, 1] and x.tolist() == [1, 2, 2, 2, 2, 2, 3, 3]
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        x % torch.zeros_like(x)
+    assert (x % y).tolist() == [1, 2, 2, 2, 2, 2, 3, 3]
+
+
 def test_replay_sends_one_program_without_definition(side):
     model, x = mlp(), torch.zeros(4, 6, device="cuda")
     graph = torch.cuda.CUDAGraph()

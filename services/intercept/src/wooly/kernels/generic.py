@@ -466,13 +466,21 @@ class Generic:
     ) -> Any:
         """Run a call whose trial on the host failed, and wait for the device. The trial used zeros, so the call may succeed.
 
+        While a graph is captured, nothing waits, and an error of the call comes with a replay.
+
         If a call fails, the executor drops the content of the buffers that the call writes. So a call that writes its arguments
         runs on copies of them first; the arguments keep their content if the call fails.
         """
         recorder = planned.plan.recorder
         with recorder.lock:
             try:
-                if facts.mutable and not facts.random and recorder.capture is None:
+                if recorder.capture is not None:
+                    # Nothing is computed yet, so the device cannot be asked. The next call with this signature is tried again.
+                    result = run(*args, **kwargs)
+                    self._plans.pop(signature, None)
+                    native.forget()
+                    return result
+                if facts.mutable and not facts.random:
                     copies = _with_copies(facts, Call(args, kwargs))
                     run(*copies.args, **copies.kwargs)
                     recorder.sync()
