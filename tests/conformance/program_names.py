@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 #: The device of a program.
 D = "cpu"
+#: Held by what one thread of a process may do at a time.
+LOCK = threading.Lock()
 #: What a program has shown: a list of values, and of host copies of tensors.
 SEEN = []
 
@@ -235,9 +237,15 @@ def through_host(seed, n, views):
     return torch.cat([half[:3], half[-3:], half.sum().reshape(1), h[-3:]]).to(D)
 
 
+def alone(call):
+    """Call while no other thread uses forward-mode differentiation, whose levels belong to the process."""
+    with LOCK:
+        return call()
+
+
 def dual(function, x, tangent):
     """Value and tangent of a function by forward-mode differentiation."""
-    with fwad.dual_level():
+    with LOCK, fwad.dual_level():
         return fwad.unpack_dual(function(fwad.make_dual(x, tangent)))
 
 

@@ -270,7 +270,9 @@ class Maker:
         elif way == 5:
             made = f"torch.lerp({a}, {b}, 0.25)"
         elif way == 6:
-            hosts = self.names("h", lambda t: t.dim() == 0)
+            hosts = [
+                f"{h}.flatten()[0]" for h in self.names("h")
+            ]  # a number on the host fits to tensors of all devices
             made = f"{a} {op} {rng.choice(hosts)}" if hosts else f"{a} {op} torch.tensor(1.5)"
         else:
             made = f"{a} {op} {b}"
@@ -815,26 +817,28 @@ class Maker:
         if name is None:
             return None
         rng, f = self.rng, f"lambda x: {self.function()}"
-        x = f"{name}.detach()"
+        # The zeros of forward-mode differentiation are ordinary zeros on the device: times an infinity, they are not-a-number,
+        # and a sum with one of them has no negative zero.
+        x = f"{name}.detach().nan_to_num(0, 4, -4)"
         one = f"(lambda x: ({self.function()}).sum())"
         return f"{self.new()} = " + rng.choice(
             (
                 f"torch.func.grad({one})({x})",
                 f"torch.func.grad_and_value({one})({x})[0]",
-                f"torch.func.jvp({f}, ({x},), (torch.ones_like({name}),))[1]",
+                f"alone(lambda: torch.func.jvp({f}, ({x},), (torch.ones_like({name}),))[1]) + 0",
                 f"torch.func.vjp({f}, {x})[1](torch.ones_like({name}))[0]",
                 f"torch.func.jacrev({f})({x}).sum()",
-                f"torch.func.jacfwd({f})({x}).sum()",
-                f"torch.func.hessian({one})({x}).sum()",
+                f"alone(lambda: torch.func.jacfwd({f})({x}).sum())",
+                f"alone(lambda: torch.func.hessian({one})({x}).sum())",
                 f"torch.func.vmap(lambda x: x * 2 + x.sum())({x})" if self._dim else f"{x}.sin()",
                 f"torch.func.vmap(torch.func.grad(lambda x: x.sin().sum()))({x})" if self._dim else f"{x}.cos()",
-                f"dual({f}, {x}, torch.ones_like({name})).tangent",
+                f"dual({f}, {x}, torch.ones_like({name})).tangent + 0",
                 f"dual({f}, {x}, torch.ones_like({name})).primal",
-                f"dual({f}, {x}, R({self.seed()}, *{name}.shape, dtype={name}.dtype)).tangent",
+                f"dual({f}, {x}, R({self.seed()}, *{name}.shape, dtype={name}.dtype)).tangent + 0",
                 f"again({f}, {name})",
                 f"saved_on_host({f}, {name})",
                 f"torch.autograd.functional.hvp({one}, {x}, torch.ones_like({name}))[1]",
-                f"torch.func.linearize({f}, {x})[1](torch.ones_like({name}))",
+                f"alone(lambda: torch.func.linearize({f}, {x})[1](torch.ones_like({name}))) + 0",
             )
         )
 
