@@ -50,6 +50,15 @@ CALLS = {
         lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, attn_mask=m),
         [*[(2, 3, 5, 4)] * 3, (5, 5)],
     ),
+    "attention, three dimensions": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v), [(3, 5, 4)] * 3),
+    "attention, three dimensions and a mask": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=torch.eye(5, device=q.device).bool()),
+        [(3, 5, 4)] * 3,
+    ),
+    "attention, three dimensions, mask with gradient": (
+        lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, attn_mask=m),
+        [*[(3, 5, 4)] * 3, (5, 5)],
+    ),
     "attention of one tensor": (lambda x: F.scaled_dot_product_attention(x, x, x, x), [(1, 2, 4, 4)]),
     "smoothed labels": (lambda x: F.cross_entropy(x, LABELS.to(x.device), label_smoothing=0.1), [(3, 5)]),
     "probable labels": (lambda x, p: F.cross_entropy(x, p.softmax(-1)), [(3, 5), (3, 5)]),

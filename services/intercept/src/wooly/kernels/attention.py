@@ -257,6 +257,10 @@ def fused_choice(
     return choose(Question(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa))
 
 
+def _with_four_dimensions(t: Tensor) -> Tensor:
+    return t[(None,) * (4 - t.dim())]
+
+
 def attention(
     query: Tensor,
     key: Tensor,
@@ -306,13 +310,11 @@ def attention(
         _check(query, key, value, attn_mask, is_causal)
         stand_ins: list[Any] = [None if t is None else _like(t, grad and t.requires_grad) for t in inputs]
         # Ask PyTorch for its choice with host tensors of the same kind. A wrong call raises PyTorch's own error here.
-        choice = _choices[signature] = attention_choice(
-            *stand_ins,
-            dropout_p,
-            is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
+        choice = attention_choice(*stand_ins, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if choice == _FLASH and query.dim() == 3:  # PyTorch asks again after it has added a dimension
+            stand_ins = [None if t is None else _with_four_dimensions(t) for t in stand_ins]
+            choice = attention_choice(*stand_ins, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        _choices[signature] = choice
     if choice == _FLASH and needs and query.dtype is torch.float64 and math:
         choice = _MATH  # as on CUDA, whose fused kernels have no float64; only this one has second derivatives
     if choice == _FLASH and not traced and not query.numel():
@@ -322,7 +324,8 @@ def attention(
             "No viable backend for scaled_dot_product_attention was found. This is likely due to turning off both the math "
             "kernel and the fused kernels."
         )
-    if _learn_fused is not None and choice == _FLASH and as_library and not traced:
+    flat = query.dim() == 3  # since torch 2.14, the CPU's fused kernel computes these, too, with a dimension more
+    if _learn_fused is not None and choice == _FLASH and as_library and not traced and not flat:
         _learn_fused(_ATTENTION)
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         attn_mask = torch.where(attn_mask, torch.zeros((), dtype=query.dtype, device="cpu"), -torch.inf)
@@ -331,9 +334,11 @@ def attention(
             query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
         )[0]
     if as_library or traced:
-        return _flash_of_library(  # type: ignore[no-any-return]
-            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-        )[0]
+        if flat:
+            query, key, value = map(_with_four_dimensions, (query, key, value))
+            attn_mask = None if attn_mask is None else _with_four_dimensions(attn_mask)
+        found = _flash_of_library(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+        return found.squeeze(0) if flat else found  # type: ignore[no-any-return]
     if choice == _FLASH:
         return _flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
     if attn_mask is not None:
