@@ -20,6 +20,7 @@ from wooly_executor.runtime.guards.law import (
     require_shape,
     same_shape,
 )
+from wooly_executor.runtime.torch_private import OpOverload, schema_of
 
 aten = torch.ops.aten
 
@@ -110,6 +111,11 @@ def _some_rows(given: Arguments) -> None:
     require(given["self"].shape[0] > 0, "self must have at least 1 row")
 
 
+def _gradient_of(op: OpOverload) -> str:
+    """Name of the first argument, which is the gradient: `grad`, and `grad_output` since torch 2.14."""
+    return schema_of(op).arguments[0].name
+
+
 def _masked(given: Arguments) -> None:
     t, kind = given["self"], given["mask_type"]
     require(kind not in (0, 1) or t.dim() >= 2, "self must have at least 2 dimensions")
@@ -126,8 +132,15 @@ LAWS: dict[str, ArgumentLaw] = {
     "_log_softmax_backward_data": ArgumentLaw(same_shape("grad_output", "output")),
     "_masked_softmax": ArgumentLaw(_masked),
     "_masked_softmax_backward": ArgumentLaw(same_shape("grad_output", "output", "mask")),
-    "_cdist_backward": ArgumentLaw(backward_of(aten._cdist_forward.default, grad=0, cdist=0)),
-    "_pdist_backward": ArgumentLaw(all_of(backward_of(aten._pdist_forward.default, grad=0, pdist=0), _some_rows)),
+    "_cdist_backward": ArgumentLaw(
+        backward_of(aten._cdist_forward.default, cdist=0, **{_gradient_of(aten._cdist_backward.default): 0})
+    ),
+    "_pdist_backward": ArgumentLaw(
+        all_of(
+            backward_of(aten._pdist_forward.default, pdist=0, **{_gradient_of(aten._pdist_backward.default): 0}),
+            _some_rows,
+        )
+    ),
     "native_batch_norm": ArgumentLaw(_batch_norm),
     "_native_batch_norm_legit": ArgumentLaw(_batch_norm),
     "_batch_norm_with_update": ArgumentLaw(_batch_norm),
