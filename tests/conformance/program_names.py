@@ -14,7 +14,7 @@ import weakref
 
 import torch
 import torch.autograd.forward_ad as fwad
-import torch.nn.functional as F  # noqa: F401 # programs use it
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -80,7 +80,7 @@ def pinned(t):
 def larger(t):
     """Resize a tensor, and write the elements that it did not have, because they have no defined values."""
     there = t.untyped_storage().nbytes() // t.element_size() - t.storage_offset()
-    n = min(t.numel(), there)
+    n = max(0, min(t.numel(), there))
     t.resize_(n + 3)
     t[n:] = 1
 
@@ -252,6 +252,11 @@ def dual(function, x, tangent):
 def again(function, x):
     """The function under a checkpoint, whose backward computes it again."""
     return checkpoint(function, x, use_reentrant=False)
+
+
+def attend(x):
+    """Attention, which is one call."""
+    return F.scaled_dot_product_attention(x, x * 0.5, x.sin())
 
 
 def train(net, optimizer, x, scaler=None, dtype=None):

@@ -924,7 +924,7 @@ class Maker:
         last = t.shape[-1]
         return f"{self.new()} = " + rng.choice(
             (
-                f"F.scaled_dot_product_attention({name}[None], {name}[None] * 0.5, {name}[None].sin())"
+                f"attend({name}.float()[None])"
                 if t.dim() == 2 and t.dtype is torch.float32
                 else f"F.normalize({name})",
                 f"F.layer_norm({name}, {name}.shape[-1:])",

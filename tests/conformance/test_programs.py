@@ -28,8 +28,8 @@ def sweep(seeds, *options, native=True):
 
 @pytest.mark.connected
 def test_random_programs_equal_the_cpu():
-    differ, done = sweep("0:30")
-    assert not differ and done == 30, differ
+    differ, done = sweep("0:50")
+    assert not differ and done == 50, differ
 
 
 @pytest.mark.slow
