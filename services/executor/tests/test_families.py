@@ -13,12 +13,13 @@ from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime import combining, families, preparation, similar
 from wooly_executor.runtime import prepared as prepared_programs
 from wooly_executor.runtime.buffers import Buffer, bytes_of
+from wooly_executor.runtime.device import TorchDevice
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_testkit.effort import examples
 from wooly_testkit.reference import ReferenceRuntime
 from wooly_wis.dtypes import DType
 from wooly_wis.pauses import pausing
-from wooly_wis.program import OperandRef, ParamKind, ParamRef, View
+from wooly_wis.program import Form, OperandRef, ParamKind, ParamRef, View
 
 F = DType.F32
 REFS = [OperandRef(i) for i in range(4)]
@@ -212,6 +213,22 @@ def test_steps_of_instructions_that_do_not_differ_are_taken_from_a_similar_progr
             counts.append(len(built))
         fixed = 2 * sum(name == "fixed" for name, _ in steps)
         assert counts[1] == counts[2] == counts[0] - fixed
+
+
+def test_instruction_without_operands_is_not_taken_from_a_similar_program_that_has_another_one(wis, monkeypatch):
+    """A `sleep` has no operands, so no slot shows that it differs."""
+    slept = []
+    monkeypatch.setattr(TorchDevice, "sleep", lambda self, ns: slept.append(ns) or 0)
+    runtime, v = TorchCpuRuntime(), wis.at(F, 4)
+    store = ProgramStore(runtime)
+    for ns in (1, 2, 3):
+        body = wis.body().add(Form("sleep", (), (), (("ns", ns),)))
+        for operator in ("exp_", "sin_", "cos_"):
+            body.call(f"aten.{operator}.default", ("inout", "x", v))
+        prepared = store.define(body.raw).prepared
+        with torch.inference_mode():
+            assert runtime.run(prepared, {0: Buffer(16, torch.zeros(4))}, [0], []).error == ""
+    assert slept == [1, 2, 3]
 
 
 @pytest.mark.parametrize("widths", [(4, 1, 5), (1, 4, 1)])

@@ -157,7 +157,11 @@ class _Preparation:
                 freed.append(act.slots[0])
             else:
                 self._marks.append((len(out.steps), out.n_registers, len(self._changes)))
-                if self._like is None or not differing.isdisjoint((*freed, *act.slots)):
+                if (
+                    self._like is None
+                    or act is not self._like.acts[i]
+                    or not differing.isdisjoint((*freed, *act.slots))
+                ):
                     if freed:  # one step frees several slots in a row, because most operators are followed by several
                         self._free(freed)
                     self._act, self._first_param = i, act.first_param
