@@ -179,7 +179,8 @@ def test_session_waits_for_client_that_is_stopped(tmp_path):
         assert channel.recv(20).kind == Kind.RESULT
         renewal = RenewSessionRequest(session_id=opened.session_id, token=opened.token)
         assert alice.ask(contracts.ROUTER_SESSION_RENEW, renewal).lease_s == 1
-        assert story()[-1].reason.startswith("its client is heard again after")
+        # not only the last step: on a busy machine, the lease of a second may lapse again before the question
+        assert any(step.reason.startswith("its client is heard again after") for step in story())
         cluster.kill("router")  # nor does anybody renew it while no router runs
         time.sleep(3)
         cluster.start("router")
