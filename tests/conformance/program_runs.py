@@ -1,7 +1,7 @@
 """Runs random programs, compares two runs, makes programs shorter and prints them as scripts.
 
-A program is a list of steps. A step is a line of Python, or a block: its head, in which BODY stands for the call of its steps,
-and the steps. A run has a trace: for each step the error, or what it has shown, and the descriptions of all tensors.
+A program is a list of steps. A step is a line of Python, or a block. A block has a head, which calls its steps where it says
+BODY. A run records a trace: for each step its error or the values that it has shown, and the descriptions of all tensors.
 """
 
 import contextlib

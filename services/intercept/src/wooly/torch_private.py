@@ -1073,9 +1073,9 @@ def never_trace(*modules: str) -> None:
 
 
 def device_context_patches(contexts: ModuleType) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the patches (owner, name, value) by which Dynamo knows the present `torch.cuda.device` and what it calls.
+    """Yield the patches (owner, name, value) that tell Dynamo of the present `torch.cuda.device` and of the functions it calls.
 
-    Dynamo's module keeps those that its import found.
+    Dynamo stores these when it is imported, which may be before they are replaced.
 
     Args:
         contexts: the module of Dynamo's variables for context managers.

@@ -195,10 +195,10 @@ class _Preparation:
                     out.made.append((slot, nbytes))
         return out
 
-    # -- a program that is like this one -----------------------------------------------------------------------------
+    # -- a similar program -----------------------------------------------------------------------------
 
     def _differing(self) -> set[int]:
-        """Return the slots of acts whose form differs from that of the other program's act."""
+        """Return the slots of all acts whose form is another one than in the similar program."""
         like = self._like
         if like is None:
             return set()
@@ -207,9 +207,9 @@ class _Preparation:
         }
 
     def _copy(self, like: Steps, freed: Sequence[int]) -> None:
-        """Take the steps of the next act from the other program, and do with its slots what they did there.
+        """Copy the steps of the next act from the similar program, and repeat the changes that belong to them.
 
-        The steps name registers. Up to here, both programs have given equal numbers to the registers of these slots.
+        The steps name registers by number. This is right as long as both programs have numbered their registers equally.
         """
         k = len(self._marks) - 1
         (step, _, change), (end_step, _, end_change) = like.marks[k], like.marks[k + 1]
@@ -223,8 +223,9 @@ class _Preparation:
         self._within += [0] * (end_step - step)
 
     def _compare(self) -> None:
-        """Compare what the last act has changed with what it did in the other program. If that differs, nothing more is taken
-        from there, because registers have other numbers.
+        """Stop copying steps if the last act has changed something else here than in the similar program.
+
+        From there on, registers have other numbers.
         """
         like = self._like
         if like is not None:

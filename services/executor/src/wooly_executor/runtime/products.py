@@ -135,7 +135,7 @@ class SplitProduct:
 
     @property
     def key(self) -> Hashable:
-        """Everything that determines what it computes, apart from the library's operator."""
+        """Equal for two products of one operator if and only if they compute the same."""
         where, looks = (self._first, self._second, self._bias), (self.left, self.right, self.bias, self.apart)
         return where, looks, self._given, self.sizes, self.rest
 

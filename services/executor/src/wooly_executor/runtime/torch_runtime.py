@@ -78,7 +78,7 @@ class TorchRuntime:
         return prepared
 
     def _find_family(self, prepared: PreparedProgram) -> None:
-        """Let a program share what it can with the programs that differ from it in sizes only."""
+        """Set the family of a program: those that differ from it in sizes only."""
         found = outline_of(
             prepared.acts,
             prepared.traces,
