@@ -1,6 +1,7 @@
 """The prepared runtime against the reference, bit for bit: generated programs, and results that are difficult to adopt."""
 
 import copy
+import gc
 import platform
 import time
 import warnings
@@ -14,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from wooly_executor.programs import ProgramStore
-from wooly_executor.runtime import adoption, combining, lowering, preparation
+from wooly_executor.runtime import adoption, combining, lowering, preparation, segments
 from wooly_executor.runtime import prepared as prepared_programs
 from wooly_executor.runtime.bindings import BindingCheck
 from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, Buffer, as_view, bytes_of
@@ -436,6 +437,39 @@ def test_segment_ends_when_it_holds_too_much_memory_that_its_steps_would_free(wi
             assert runtime.run(prepared, buffers, list(ids.values()), [1, 2, 3, 4]).failed_at is None
             assert as_view(buffers[ids["y11"]].base, v).item() == 0
         assert len(prepared.hot) == 2 * 2 + parts  # each large tensor: its memory with a view of it, random numbers
+
+
+def test_segment_frees_what_it_does_not_read_before_it_allocates(wis, monkeypatch):
+    """So the allocator can use the memory again, which is still in the caches of the processor."""
+    interpret, held = segments.interpret, []
+    nbytes = 4 * 12_347
+
+    def interpreted(text):
+        function, schemas = interpret(text)
+
+        def run(*args):
+            held.append(sum([isinstance(x, torch.Tensor) and x.nbytes == nbytes for x in gc.get_objects()]))
+            return function(*args)
+
+        return run, schemas
+
+    monkeypatch.setattr(segments, "interpret", interpreted)
+    large, v, body = wis.at(DType.F32, 12_347), wis.at(DType.F32), wis.body()
+    body.alloc("a", nbytes).call(
+        "aten.bernoulli_.float", ("inout", "a", large), args=(REFS[0], 0.0), params=[ParamKind.I64] * 2,
+        rng=(ParamRef(0), ParamRef(1)),
+    )  # fmt: skip
+    body.free("a").alloc("b", 4).fill("b", v, 2.0).alloc("c", 4).call(
+        "aten.neg.default", ("in", "b", v), ("out", "c", v)
+    )
+    runtime = TorchCpuRuntime(hot=2)
+    with torch.inference_mode():
+        prepared, ids = ProgramStore(runtime).define(body.raw).prepared, {name: i for i, name in enumerate(body.names)}
+        for _ in range(3):
+            buffers = {}
+            assert runtime.run(prepared, buffers, list(ids.values()), [1, 2]).failed_at is None
+            assert as_view(buffers[ids["c"]].base, v).item() == -2
+    assert held and not any(held)
 
 
 def test_result_whose_strides_differ_only_in_dimensions_of_size_1_is_not_copied(wis, monkeypatch):

@@ -18,8 +18,8 @@ WORTH = 6
 #: about 17 us per call, so the device's thread waits.
 MOST_CALLS = 48
 #: Maximum memory that one segment may keep longer than its steps would, in bytes, on the host and on a GPU. The interpreter drops
-#: its own values after their last use, but values from outside are held until the segment ends, also if the program frees them
-#: within. On a GPU, this comes from the memory that sessions may not use (`torch_gpu.APART`).
+#: its own values after their last use, but values from outside that it reads are held until the segment ends, also if the program
+#: frees them within. On a GPU, this comes from the memory that sessions may not use (`torch_gpu.APART`).
 BYTES, BYTES_ON_GPU = 32 << 20, 192 << 20
 
 #: Minimum number of buffers that are read into registers together. For fewer buffers, this saves no time.

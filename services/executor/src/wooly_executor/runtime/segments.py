@@ -239,7 +239,8 @@ class Segment:
     def _add(self, step: Trace, at: int) -> None:
         if isinstance(step, Free):
             self._freed.update([*map(register_name, step.registers), *map(memory_name, step.slots)])
-            self.nbytes += sum([nbytes for names, nbytes in step.held if not self._inside.keys() >= {*names}])
+            read = self._outside.keys()  # what no step reads is freed before the segment runs
+            self.nbytes += sum([nbytes for names, nbytes in step.held if not read.isdisjoint(names)])
         elif isinstance(step, Make):
             size, dtype, none = self._ints([-(-step.nbytes // step.dtype.itemsize)]), step.dtype, self._none()
             where = none if step.device is None else self._give_fixed("Device", step.device)
@@ -510,7 +511,8 @@ class Segment:
         ]
         if wrong:
             return None, wrong
-        gone = [n for n in self._freed if n not in self._inside]
+        freed = [n for n in self._freed if n not in self._inside]
+        unread, gone = [n for n in freed if n not in self._outside], [n for n in freed if n in self._outside]
         return Part(
             function,
             picker(_numbers(outside, "r")),
@@ -521,6 +523,8 @@ class Segment:
             tuple([place for _, _, place in self._open_given]),
             _numbers(outs, "r"),
             _numbers(outs, "b"),
+            _numbers(unread, "r"),
+            _numbers(unread, "b"),
             _numbers(gone, "r"),
             _numbers(gone, "b"),
             self._owner,
@@ -543,8 +547,10 @@ class Part(NamedTuple):
         places: the places of its last arguments, which are sizes.
         made: the registers that it fills.
         made_memory: the slots whose memory it makes.
-        gone: the registers that it frees.
-        gone_memory: the slots whose memory it frees.
+        unread: the registers that it frees without a use: before it allocates, so that the allocator can take their memory again.
+        unread_memory: the slots whose memory it frees in this way.
+        gone: the other registers that it frees.
+        gone_memory: the other slots whose memory it frees.
         owner: the step that makes a value, by the value's name.
         flags: the settings of CUDA's libraries that it asks for; None: it follows none of them.
         threads: how many threads of a CPU it should use.
@@ -560,6 +566,8 @@ class Part(NamedTuple):
     places: tuple[Place, ...]
     made: list[int]
     made_memory: list[int]
+    unread: list[int]
+    unread_memory: list[int]
     gone: list[int]
     gone_memory: list[int]
     owner: dict[str, int]
@@ -570,11 +578,16 @@ class Part(NamedTuple):
     def step(self, sizes: Mapping[Place, Any]) -> Callable[[Any], None]:
         """Return the segment as a step of a program. `sizes`: the program's sizes at the open places."""
         function, registers, memory, takes_memory, fills, fixed, places, made, made_memory, *_ = self
-        gone, gone_memory, owner, n = self.gone, self.gone_memory, self.owner, len(made)
+        unread, unread_memory, gone, gone_memory = self.unread, self.unread_memory, self.gone, self.gone_memory
+        owner, n = self.owner, len(made)
         last = (*fixed, *[sizes[place] for place in places])
 
         def run(f: Any) -> None:
             r = f.registers
+            if unread:
+                scatter(r, unread, repeat(None))
+            for i in unread_memory:
+                f.bases[i] = None
             try:
                 if fills or takes_memory:
                     p = f.params
