@@ -12,7 +12,7 @@ import pytest
 from wooly_executor.errors import FullDiskError
 from wooly_executor.runtime import opencl
 from wooly_executor.runtime.builds import AT_ONCE, OWN_AT_ONCE, BuildRefusedError, Turns, WorkerBuilder
-from wooly_executor.runtime.opencl import ALONE_NS, TRIED_EVERY, OpenClRuntime, _ByWork
+from wooly_executor.runtime.opencl import ALONE_NS, TRIAL, TRIED_EVERY, OpenClRuntime, _ByWork
 from wooly_wis.codec import digest
 from wooly_wis.dtypes import DType
 from wooly_wis.foreign import Launch, Source, encode_source
@@ -275,7 +275,11 @@ def test_foreign_launch_that_looks_longer_on_all_cores_is_tried_in_the_device_th
     launch = _ByWork(launcher("all", 10, 3 * ALONE_NS), launcher("here", 0, 2 * ALONE_NS), lambda _: None, ticks)
     for _ in range(2 * TRIED_EVERY):
         launch.run([], (2, 1, 1))
-    assert [i for i, place in enumerate(places) if place == "here"] == [1, TRIED_EVERY + 2]
+    again = 1 + TRIAL + TRIED_EVERY
+    assert [i for i, place in enumerate(places) if place == "here"] == [
+        *range(1, 1 + TRIAL),
+        *range(again, again + TRIAL),
+    ]
 
     places.clear()
     launch = _ByWork(launcher("all", 10, 9 * ALONE_NS), launcher("here", 0, 2 * ALONE_NS), lambda _: None, ticks)
@@ -299,14 +303,34 @@ def test_foreign_launch_runs_in_the_device_thread_while_launches_on_all_cores_wa
         return 0, 2 * ALONE_NS
 
     launch = _ByWork(on_all, here, lambda _: None, lambda: now)
-    for _ in range(TRIED_EVERY + 4):
+    for _ in range(2 + 2 * TRIAL + TRIED_EVERY):
         launch.run([], (2, 1, 1))
-    # The trial is at the other place, on all cores.
-    assert places == ["all", "all", *["here"] * TRIED_EVERY, "all", "here"]
+    # A trial is at the other place, on all cores.
+    assert places == ["all", *["all"] * TRIAL, *["here"] * TRIED_EVERY, *["all"] * TRIAL, "here"]
     waits_ns = 0
     for _ in range(20 * TRIED_EVERY):
         launch.run([], (2, 1, 1))
-    assert places[-TRIED_EVERY:].count("here") <= 1
+    assert places[-TRIED_EVERY:].count("here") <= TRIAL
+
+
+def test_foreign_launch_on_all_cores_does_not_count_as_long_because_its_threads_slept():
+    """The first launch after launches in the device thread waits for threads that sleep."""
+    places, now = [], 0
+
+    def on_all(values, grid):
+        nonlocal now
+        now += ALONE_NS if places and places[-1] == "all" else 9 * ALONE_NS
+        places.append("all")
+        return 10, 2 * ALONE_NS
+
+    def here(values, grid):
+        places.append("here")
+        return 0, 2 * ALONE_NS
+
+    launch = _ByWork(on_all, here, lambda _: None, lambda: now)
+    for _ in range(8 * TRIED_EVERY):
+        launch.run([], (2, 1, 1))
+    assert places[-TRIED_EVERY:].count("here") <= TRIAL
 
 
 def test_foreign_kernel_on_several_cores_is_billed_for_all_cores(make_device, runtime, wis):

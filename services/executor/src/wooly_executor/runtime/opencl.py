@@ -69,10 +69,12 @@ _FOREIGN_UNIT = 1
 #: Core time, in ns, up to which a launch of a foreign kernel runs in the device thread. A launch on all cores takes 40 us more,
 #: or longer if other processes use the cores.
 ALONE_NS = 80_000
-#: Estimated core time, in ns, up to which a launch runs where launches were faster lately. One of `TRIED_EVERY` runs at the other
-#: place, so that both times stay known. In the device thread, the measured core time is also exact.
+#: Estimated core time, in ns, up to which a launch runs where launches were faster lately. After `TRIED_EVERY` launches, the next
+#: `TRIAL` run at the other place, so that both times stay known. In the device thread, the measured core time is exact, too. The
+#: first launch on all cores after launches in the device thread is not counted: it waits for threads that sleep.
 TRIED_UP_TO_NS = 8 * ALONE_NS
 TRIED_EVERY = 64
+TRIAL = 3
 #: One of so many launches in the device thread is measured. To read the clock of a thread twice takes as long as a small kernel.
 MEASURED_EVERY = 8
 #: The place in a binary of PoCL's where the device is named: after 8 bytes that are equal for all devices.
@@ -472,6 +474,7 @@ class _ByWork:
         self._on_all, self._here, self._spread, self._clock = on_all, here, spread, clock
         self._ns_per_block = math.inf
         self._until_trial = 0
+        self._trial_here = False
         #: Times of launches on all cores, in ns, by the number of binary digits of their number of blocks.
         self._waited: dict[int, float] = {}
 
@@ -484,20 +487,31 @@ class _ByWork:
         blocks = grid[0] * grid[1] * grid[2]
         expected, size = blocks * self._ns_per_block, blocks.bit_length()
         here = blocks == 1 or expected <= ALONE_NS
+        counts = True
         if here:
             self._until_trial = TRIED_EVERY
         elif expected <= TRIED_UP_TO_NS:
             here = expected <= self._waited.get(size, 0)
+            counts = self._until_trial not in (
+                0,
+                TRIED_EVERY,
+            )  # the first launch of a trial, and the first one after it
             self._until_trial -= 1
+            if self._until_trial == -1:
+                self._trial_here = not here
             if self._until_trial < 0:
-                here, self._until_trial = not here, TRIED_EVERY
+                here = self._trial_here
+            if self._until_trial == -TRIAL:
+                self._until_trial = TRIED_EVERY
         if here:
             taken, core_ns = self._here(values, grid)
         else:
             begun = self._clock()
             taken, core_ns = self._on_all(values, grid)
             waited = self._clock() - begun
-            self._waited[size] = self._waited.get(size, waited) * 0.75 + waited * 0.25
+            known_wait = self._waited.get(size, waited)
+            if counts or size not in self._waited:
+                self._waited[size] = known_wait + (waited - known_wait) / (2 if waited < known_wait else 4)
         self._spread(core_ns - taken if taken else 0)
         if not core_ns:  # not measured
             return taken
