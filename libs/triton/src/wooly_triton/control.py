@@ -111,7 +111,7 @@ class Control(Writer):
         self._out(f"{counter} = ({C_TYPE[t.elem]}){c};")
         self._values[iv] = scalar(t, counter)
         self._inside(block)
-        self._copy([rooms[k] for k in plain], [self._value(yields[k]) for k in plain], op)
+        self._copy([rooms[k] for k in plain], [self._values[yields[k]] for k in plain], op)
         for k, total in growing.items():
             adding = self._names.defined[yields[k]]
             by = next(n for n in adding.operands if n != names[k])

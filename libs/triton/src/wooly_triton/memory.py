@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from wooly_wis.languages import ForeignError
@@ -80,22 +81,21 @@ class Memory(Writer):
         p = self._limited(p)
         mask, other = [self._limited(v) if v is not None else None for v in (mask, other)]
         late = Late(op, p, mask, other)
-        if t.numel > 1 and t.numel == p.shape[self._row(p)] and self._goes_to_memory(op.results[0]):
+        if t.numel > 1 and t.numel == p.shape[self._row(p)] and self._ends_here(op):
             self._pending.append(late)
             self._set(op, Value(t, late.at, 1, (None,) * len(p.shape), local=True, late=(late,)))
         else:
             self._set(op, self._load_now(late))
 
-    def _goes_to_memory(self, name: str) -> bool:
-        """Whether the only user of a value is a store in this block, directly or through elementwise operations."""
-        uses = self._names.uses[name]
-        while len(uses) == 1 and uses[0].block is self._block:
-            user = uses[0].op
-            if user.name == "tt.store":
-                return uses[0].at == 1
+    def _ends_here(self, op: Op) -> bool:
+        """Whether the only user of a result is a store or the end of this block, directly or through elementwise operations."""
+        while (user := self._only_user(op)) is not None:
+            uses = self._names.uses[op.results[0]]
+            if user.name in ("tt.store", "scf.yield"):
+                return len(uses) == 1 and (user.name != "tt.store" or uses[0].at == 1)
             if user.name not in ELEMENTWISE or len(user.results) != 1:
                 return False
-            uses = self._names.uses[user.results[0]]
+            op = user
         return False
 
     def _load_now(self, late: Late) -> Value:
@@ -269,18 +269,9 @@ class Memory(Writer):
         leading = set_first(mask, at, row, size) if mask is not None else str(size)
         self._out(f"{{ const int set = {size if leading is None else leading}, last = set > 0 ? set - 1 : 0;")
         self._out("int run = set > 0;")
-        names: list[str] = []
-        for x in (p, *[x.pointer for x in v.late]):
-            base, memory, count = self._bound(x, v.late[0].op)
-            o0, o1, name = self._fresh(), self._fresh(), self._fresh()
-            names.append(name)
-            self._out(f"const long {o0} = {x.at(at('0'))}, {o1} = {x.at(at('last'))};")
-            dense = f"{o0} >= 0 && {o1} >= {o0} && {o1} - {o0} == last && (ulong){o1} < {count}"
-            self._out(f"run = run && {dense};")
-            if x.steps[row] != 1:
-                self._out(f"if (run) {first} run &= {x.at(index)} == {o0} + {k};")
-            const = "" if x is p else "const "
-            self._out(f"{const}global {memory} *{name} = {base} + (run ? {o0} : 0);")
+        names = [
+            self._dense(x, v.late[0].op, at, k, first, const=x is not p) for x in (p, *[x.pointer for x in v.late])
+        ]
         to, bytes_ = names[0], size_of(p.type.elem)
         for name, late in zip(names[1:], v.late, strict=True):
             there = size_of(late.pointer.type.elem)
@@ -300,16 +291,77 @@ class Memory(Writer):
             )
         for name, late in zip(names[1:], v.late, strict=True):
             late.text = functools.partial(_read_in_place, name, late.pointer.type.elem, row)
+        self._set_here = {m.leading for m in (mask, *masks.values()) if m is not None and m.leading is not None}
         safe, body = (
             "\n#pragma clang loop vectorize(assume_safety)\n",
             f"{to}[{k}] = {_to_memory(p.type.elem, v.at(index))};",
         )
+        self._set_here = set()
         self._out(f"if (run && set == {size}) {{{safe}{loop} {body}")
         if leading is not None and mask is not None:
             self._out(f"}} else if (run) {{{safe}{first} {body}")
         self._out("} else if (set) {")
         for late in v.late:
             late.text = None
+        return 2
+
+    def _dense(self, x: Value, op: Op, at: Callable[[str], Index], k: str, first: str, *, const: bool) -> str:
+        """Clear `run` unless the elements of a row, up to index `last`, are contiguous and in bounds. Return the name of the
+        pointer to the first one.
+
+        Args:
+            x: the pointers.
+            op: the operation that uses them.
+            at: returns the index by position in the row.
+            k: a position in the row.
+            first: C text of a loop over the row with the counter `k`.
+            const: whether the elements are only read.
+        """
+        base, memory, count = self._bound(x, op)
+        o0, o1, name = self._fresh(), self._fresh(), self._fresh()
+        self._out(f"const long {o0} = {x.at(at('0'))}, {o1} = {x.at(at('last'))};")
+        self._out(f"run = run && {o0} >= 0 && {o1} >= {o0} && {o1} - {o0} == last && (ulong){o1} < {count};")
+        if x.steps[self._row(x)] != 1:
+            self._out(f"if (run) {first} run &= {x.at(at(k))} == {o0} + {k};")
+        self._out(f"{'const ' if const else ''}global {memory} *{name} = {base} + (run ? {o0} : 0);")
+        return name
+
+    def _through_rooms(self, fresh: Sequence[tuple[str, Value]]) -> int:
+        """See `Writer._through_rooms`."""
+        late = list(dict.fromkeys([x for _, v in fresh for x in v.late if x.text is None]))
+        shape = fresh[0][1].shape
+        row = self._row(late[0].pointer) if late else 0
+        size = shape[row]
+        if (
+            not late
+            or math.prod(shape) != size
+            or any(x.pointer.shape != shape or self._row(x.pointer) != row for x in late)
+            or any(v.weight > MAX_SINGLE_WEIGHT for _, v in fresh)
+        ):
+            return 0
+
+        def at(k: str) -> Index:
+            return tuple([k if d == row else "0" for d in range(len(shape))])
+
+        k = self._fresh()
+        loop = f"for (int {k} = 0; {k} < {size}; {k}++)"
+        self._out(f"{{ const int last = {size - 1}; int run = 1;")
+        masks = {id(x.mask): x.mask for x in late if x.mask is not None}.values()
+        for m in masks:
+            found = set_first(m, at, row, size)
+            self._out(
+                f"run = run && {found} == {size};" if found is not None else f"if (run) {loop} run &= {m.at(at(k))};"
+            )
+        for x in late:
+            name = self._dense(x.pointer, x.op, at, k, loop, const=True)
+            x.text = functools.partial(_read_in_place, name, x.pointer.type.elem, row)
+        self._out("if (run) {")
+        self._set_here = {m.leading for m in masks if m.leading is not None}
+        self._fill_together(shape, fresh)
+        self._set_here = set()
+        self._out("} else {")
+        for x in late:
+            x.text = None
         return 2
 
     def _tt_atomic_rmw(self, op: Op) -> None:

@@ -26,11 +26,12 @@ _ARRAY = {"i1": "uchar"}
 _BYTES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "f64": 8}
 
 
-#: Operations before which a load may stay unwritten: those that change no memory, and `tt.store`, which writes such loads first.
+#: Operations before which a load may stay unwritten: those that change no memory, and those that write such loads first.
 _KEEPS_MEMORY: Final = frozenset(
     {
         *("arith.constant", "ub.poison", "tt.get_program_id", "tt.get_num_programs", "tt.make_range", "tt.splat"),
         *("tt.broadcast", "tt.expand_dims", "tt.trans", "tt.addptr", "tt.load", "tt.store"),
+        "scf.yield",
     }
 )
 
@@ -60,6 +61,8 @@ class Writer:
         self._shared: set[str] = set()
         #: Loads that are not written yet.
         self._pending: list[Late] = []
+        #: `Value.leading` of masks that set all elements which the code written now visits.
+        self._set_here: set[Leading] = set()
         self._entered: dict[str, list[Value]] = {}
         self._block = self._function.blocks[0]
 
@@ -127,6 +130,14 @@ class Writer:
     def _load_now(self, late: Late) -> Value:
         raise NotImplementedError
 
+    def _through_rooms(self, fresh: Sequence[tuple[str, Value]]) -> int:
+        """Copy values to arrays, reading their loads' memory in place, for the case that all elements are loaded, contiguous
+        and in bounds.
+
+        Return the number of scopes left open; 0: nothing was written. The code for the other case belongs in these scopes.
+        """
+        raise NotImplementedError
+
     def _of_array(self, type_: Type, name: str, buffer: int | None = None) -> Value:
         shape = type_.shape or ()
         steps = tuple([0 if n == 1 else None for n in shape])
@@ -174,8 +185,9 @@ class Writer:
         mine = {room.array for room in rooms if room.array is not None}
         ready: list[Value] = []
         together: dict[tuple[int, ...], list[tuple[str, Value]]] = {}
-        for value in values:
-            self._force(value.late)
+        for room, value in zip(rooms, values, strict=True):
+            if value.array is not None or not value.local or room.array is None:
+                self._force(value.late)
         for room, value in zip(rooms, values, strict=True):
             if room.buffer != value.buffer:
                 raise ForeignError(f"{op.place}: a pointer that may belong to different buffers is not supported")
@@ -200,20 +212,28 @@ class Writer:
             else:
                 ready.append(self._materialise(value))
         for shape, fresh in together.items():
-            index = self._loops(shape)
-            at = flat(shape, index)
-            for k, (_, value) in enumerate(fresh):
-                c_type = "long" if value.buffer is not None else C_TYPE[value.type.elem]
-                self._out(f"const {c_type} t{k} = {value.at(index)};")
-            for k, (array, _) in enumerate(fresh):
-                self._out(f"{array}[{at}] = t{k};")
-            self._close(len(index))
+            opened = self._through_rooms(fresh)
+            for _, value in fresh:
+                self._force(value.late)
+            self._fill_together(shape, fresh)
+            self._close(opened)
         for room, value in zip(rooms, ready, strict=True):
             if room.type.shape is None:
                 self._out(f"{room.uniform} = {value.uniform};")
             elif value.array != room.array:
                 assert room.array is not None
                 self._fill(room.array, value)
+
+    def _fill_together(self, shape: Sequence[int], fresh: Sequence[tuple[str, Value]]) -> None:
+        """Write values of a shape to arrays, in one loop: each element of all values is read before it is written."""
+        index = self._loops(shape)
+        at = flat(shape, index)
+        for k, (_, value) in enumerate(fresh):
+            c_type = "long" if value.buffer is not None else C_TYPE[value.type.elem]
+            self._out(f"const {c_type} t{k} = {value.at(index)};")
+        for k, (array, _) in enumerate(fresh):
+            self._out(f"{array}[{at}] = t{k};")
+        self._close(len(index))
 
     def _set(self, op: Op, value: Value) -> None:
         if len(op.results) != 1:
@@ -286,24 +306,42 @@ class Writer:
             self._set(op, scalar(out, name) if out.shape is None else splat(out, name))
             return
 
+        leading = _leading(op, operands)
+
         def at(index: Index) -> str:
+            if leading is not None and leading in self._set_here:
+                return "1"
             return row.write(op.words, ins, out.elem, [v.at(index) for v in operands])
 
         weight = 1 + sum(v.weight for v in operands)
         local = all(v.local for v in operands)
-        leading = _leading(op, operands)
         value = Value(out, at, weight, _steps(op.name, operands), local=local, late=late, leading=leading)
-        heavy = row.heavy or (op.name == "arith.select" and is_float(out.elem))
-        most = MAX_SINGLE_WEIGHT if self._single(op) else 0 if heavy else MAX_WEIGHT
-        self._set(op, value if weight <= most else self._materialise(value))
+        self._set(op, value if weight <= self._most(op, row, out) else self._materialise(value))
+
+    def _most(self, op: Op, row: Elementwise, out: Type) -> int:
+        """Return the maximum weight of a result that its users repeat."""
+        if self._single(op):
+            return MAX_SINGLE_WEIGHT
+        selects = op.name == "arith.select" and is_float(out.elem)
+        user = self._only_user(op)
+        if selects and user is not None and user.name in ELEMENTWISE:  # compilers compute equal operands only once
+            return MAX_WEIGHT
+        return 0 if row.heavy or selects else MAX_WEIGHT
 
     def _single(self, op: Op) -> bool:
         """Whether the result has only one use, in this block, which reads it element by element."""
+        user = self._only_user(op)
+        return (
+            user is not None
+            and len(self._names.uses[op.results[0]]) == 1
+            and (user.name in ELEMENTWISE or user.name in ("tt.store", "tt.reduce", "tt.scan", "scf.yield"))
+        )
+
+    def _only_user(self, op: Op) -> Op | None:
+        """Return the operation of this block that alone uses the result, once or several times; None if there are others."""
         uses = self._names.uses[op.results[0]] if op.results else []
-        if len(uses) != 1 or uses[0].block is not self._block:
-            return False
-        user = uses[0].op
-        return user.name in ELEMENTWISE or user.name in ("tt.store", "tt.reduce", "tt.scan", "scf.yield")
+        alone = bool(uses) and all(use.op is uses[0].op and use.block is self._block for use in uses)
+        return uses[0].op if alone else None
 
     def _pointers(self, op: Op, operands: list[Value], out: Type) -> Value:
         """Return casts of pointers, and selections between two pointers of one buffer."""

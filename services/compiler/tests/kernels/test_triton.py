@@ -340,6 +340,47 @@ def test_block_is_read_before_written():
     assert torch.equal(d.cpu(), torch.cat([x[:1], x[:64]]))
 
 
+@triton.jit
+def sums_kernel(x_ptr, out_ptr, n, end, BLOCK: tl.constexpr, STORES: tl.constexpr):
+    """Two sums over the blocks of `x` that need each other's last content. With STORES, a block is replaced once it is read."""
+    at = tl.arange(0, BLOCK)
+    a, b = tl.zeros([BLOCK], dtype=tl.float32), tl.full([BLOCK], 1.0, dtype=tl.float32)
+    for begin in range(0, end, BLOCK):
+        inside = begin + at < n
+        x = tl.load(x_ptr + begin + at, mask=inside, other=0.5)
+        if STORES:
+            tl.store(x_ptr + begin + at, b, mask=inside)
+        centred = tl.where(inside, x - 0.25, x)
+        a, b = b + centred * centred, a * 0.5
+    tl.store(out_ptr + at, a)
+    tl.store(out_ptr + BLOCK + at, b)
+
+
+@pytest.mark.parametrize("stores", [False, True])
+def test_sums_over_blocks_read_memory_before_it_changes(stores):
+    """Blocks that are in memory as a whole, in part, and not at all."""
+    values, n, out = torch.randn(100), 100, torch.empty(64, device="cuda")
+    (x,) = on(values)
+    sums_kernel[(1,)](x, out, n, 192, BLOCK=32, STORES=stores)
+    a, b, left = torch.zeros(32), torch.ones(32), values.clone()
+    for block in range(0, 192, 32):
+        inside = torch.arange(block, block + 32) < n
+        read = torch.cat([values[block : block + 32], torch.zeros(32)])[:32]
+        if stores:
+            left[block : block + 32] = b[: max(n - block, 0)]
+        centred = torch.where(inside, read - 0.25, 0.5)
+        a, b = b + centred * centred, a * 0.5
+    assert torch.equal(out.cpu(), torch.cat([a, b]))
+    assert torch.equal(x.cpu(), left)
+
+
+def test_sum_over_blocks_that_leaves_its_buffer_is_reported():
+    x, out = on(torch.zeros(80), torch.zeros(64))
+    sums_kernel[(1,)](x, out, 100, 128, BLOCK=32, STORES=False)
+    with pytest.raises(RemoteOperationError, match="reads beyond the buffer"):
+        torch.cuda.synchronize()
+
+
 # -- capture -------------------------------------------------------------------------------------------------------------
 
 
