@@ -955,6 +955,68 @@ class Maker:
         times = self.rng.choice((3, 5, 5, 40, 40))
         return [f"for k in range({times}):\n    BODY", self.rng.randrange(2, 7), times]
 
+    def sized(self):
+        """In a loop: a tensor whose size changes with each iteration, as a cache, a prefix, a batch with other rows."""
+        name = self.pick(lambda t: t.dim() > 0 and t.shape[0] > 0)
+        if name is None or not self._depth or self._capturing:
+            return None
+        t, rng = self.get(name), self.rng
+        n, last = t.shape[0], t.shape[-1]
+        new, most = self.new(), rng.choice((3, 9, 40))
+        ones, same = ", 1" * (t.dim() - 1), ", -1" * (t.dim() - 1)
+        part = rng.choice(
+            (
+                f"{name}[: k % {n} + 1]",
+                f"{name}[k % {n} :]",
+                f"{name}.narrow(0, k % {n}, {n} - k % {n})",
+                f"{name}.repeat(k % {most} + 1{ones})",
+                f"{name}[:1].expand(k % {most} + 1{same})",
+            )
+        )
+        rows = f"R({self._seed} + k, k % {most} + 1, {last})"
+        ways = [
+            f"{new} = {part}",
+            f"{new} = {part}.clone()",
+            f"{new} = {rows}",
+            f"{new} = torch.arange(k % {most} + 1, device=D)",
+            f"{new} = torch.zeros(k % {most} + 1, 3, device=D)",
+            f"{new} = torch.cat([{name}, {part}])[:60]",
+            f"{name} = torch.cat([{name}, {name}[-1:]])[-{most}:]",
+            f"see({part}.sum().item())",
+            f"see({part})",
+            f"{new} = {part}.flip(0).sum(0)",
+            f"{part}.fill_({self.number()})" if "re" not in part and "ex" not in part else f"{new} = {part}",
+            f"{new} = {part}.{rng.choice(('sum', 'any', 'prod'))}()",
+            f"{new} = {part}.reshape(-1)[k % 3 :]",
+        ]
+        if t.dtype in (torch.float32, torch.float64):
+            self._dim = t.dim()
+            function = f"(lambda x: {self.function()})({part})"
+            leaf = rng.choice(self.names("t", lambda u: u.requires_grad and not is_result(u, True)) or [name])
+            ways += [f"{new} = {function}"] * 4
+            ways += [
+                f"see({function}.sum().item())",
+                f"{function}.sum().backward()",
+                f"{new} = torch.autograd.grad({function}.sum(), {leaf}, allow_unused=True)[0]",
+                f"{name} = torch.cat([{name}, {function}.reshape(-1, *{tuple(t.shape[1:])})[:1]])[-{most}:]",
+                f"{new} = F.pad({part}, (k % 3, 0))",
+                f"{new} = torch.softmax({part}, 0)",
+            ]
+            if t.dim() == 2 and t.dtype is torch.float32:
+                ways += [
+                    f"{new} = {part} @ {part}.mT",
+                    f"{new} = {rows} @ {name}.mT",
+                    f"{new} = attend({part}[None])",
+                ] * 2
+                cached = ", ".join([f"{part}[None, None]"] * 2)
+                ways += [f"{new} = F.scaled_dot_product_attention({name}[None, None, -1:], {cached})[0, 0]"]
+        modules = self.names("m")
+        if modules and rng.random() < 0.4:
+            m = rng.choice(modules)
+            batch = f"R({self._seed} + k, {self._shapes[m][0]} + k % {most}{''.join([f', {d}' for d in self._shapes[m][1:]])})"
+            ways = [f"see(train({m}, o{m[1:]}, {batch}).item())", f"with torch.no_grad(): {new} = {m}({batch})"]
+        return rng.choice(ways)
+
     def branch(self):
         """Steps that run if a value says so."""
         name = self.pick(lambda t: t.numel() > 0 and not t.is_complex())
@@ -1026,6 +1088,7 @@ STEPS = [
     (Maker.compile, 0.15),
     (Maker.fused, 3),
     (Maker.element, 8),
+    (Maker.sized, 8),
     (Maker.decisions, 2),
     (Maker.large, 0.3),
 ]
