@@ -662,13 +662,16 @@ class Maker:
             return None
         other, t = self.pick(), self.get(name)
         n = t.numel()
+        held = (
+            f"{name}.untyped_storage().nbytes() // {name}.itemsize"  # elements beyond a storage have no defined values
+        )
         return rng.choice(
             (
                 f"{name}.data = {other}.clone()"
                 if self.get(other).dtype is t.dtype
                 else f"{name}.data = {name}.clone()",
                 f"{name}.set_({other})",
-                f"{name}.set_({name}.untyped_storage(), 0, ({min(n, 2)},), (1,))",
+                f"{name}.set_({name}.untyped_storage(), 0, (min(2, {held}),), (1,))",
                 f"{name}.detach_()",
                 f"larger({name})",
                 f"larger({name})",
