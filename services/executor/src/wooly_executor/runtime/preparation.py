@@ -52,7 +52,8 @@ from wooly_executor.runtime.segments import (
     memory_name,
     register_name,
 )
-from wooly_executor.runtime.similar import Change, Steps
+from wooly_executor.runtime.similar import Building, Steps
+from wooly_executor.runtime.slots import Change
 
 _COPY = torch.ops.aten.copy_.default
 _FILL = torch.ops.aten.fill_.Scalar
@@ -124,135 +125,64 @@ class _Preparation:
         more = sum([len(found) - 1 for found in pieces.values()])
         counts = {at: len(found) for at, found in pieces.items()}
         self.out = PreparedProgram(program, facts, acts, pieces=counts, end=len(program.body) + more)
-        #: For each step, the number of its piece within its instruction.
-        self._within: list[int] = []
         self._piece = 0
-        #: By slot and the identity of the view: equal views are one object (`required_view`).
-        self._register_of: dict[tuple[int, int], int] = {}
-        self._registers_of: dict[int, list[int]] = {}
-        self._adopted: dict[int, tuple[int, View]] = {}
-        self._based: dict[int, torch.dtype] = {}
         self._act = self._first_param = 0
-        #: For each act whose `out=` operand has no value yet: the operand, and a call that makes it.
-        self._out_of_place: dict[int, tuple[int, LibraryCall]] = {}
-        self._like = like
-        self._marks: list[tuple[int, int, int]] = []
-        self._changes: list[Change] = []
+        self._building = Building(self.out, like)
+        self._slots = self._building.slots
+        self._first_use, self._uses = (like.first_use, like.uses) if like is not None else self._first_uses()
 
     def steps(self) -> Steps:
         """Return how the steps were built."""
-        out = self.out
-        found = out.acts, out.steps, out.traces, self._marks, self._changes, self._first_use, self._uses
-        return Steps(out.program.forms, *found)
+        return self._building.done(self._first_use, self._uses)
 
     def finish(self) -> PreparedProgram:
-        out, facts, like = self.out, self.out.facts, self._like
-        self._first_use, self._uses = (like.first_use, like.uses) if like is not None else self._first_uses()
-        differing = self._differing()
-        freed: list[int] = []
-        place, places = 0, []
-        for i, act in enumerate(out.acts):
+        out, building = self.out, self._building
+        acts, freed, i = out.acts, list[int](), 0
+        while i < len(acts):
             pause()
+            act = acts[i]
             if act.form.opcode == "free":
                 freed.append(act.slots[0])
-            else:
-                self._marks.append((len(out.steps), out.n_registers, len(self._changes)))
-                if (
-                    self._like is None
-                    or act is not self._like.acts[i]
-                    or not differing.isdisjoint((*freed, *act.slots))
-                ):
-                    if freed:  # one step frees several slots in a row, because most operators are followed by several
-                        self._free(freed)
-                    self._act, self._first_param = i, act.first_param
-                    if act.launch is not None:
-                        self._launch(act, act.launch)
-                    else:
-                        self._instruction(i, act)
-                    self._compare()
+                i += 1
+                continue
+            following = building.copy(i, freed)
+            if following == i:
+                building.begin()
+                if freed:  # one step frees several slots in a row, because most operators are followed by several
+                    self._free(freed)
+                self._act, self._first_param = i, act.first_param
+                if act.launch is not None:
+                    self._launch(act, act.launch)
                 else:
-                    self._copy(self._like, freed)
-                freed = []
-            out.owner += [i] * (len(out.steps) - len(out.owner))
-            place = max(place, act.at)
-            places.append(place)
-        self._marks.append((len(out.steps), out.n_registers, len(self._changes)))
+                    self._instruction(i, act)
+                building.end(i)
+                following += 1
+            freed, i = [], following
+        building.begin()
         self._free(freed)
-        out.owner += [len(out.acts) - 1] * (len(out.steps) - len(out.owner))
+        building.end(len(acts) - 1)
+        out.n_registers, out.slot_of = len(self._slots.slot_of), self._slots.slot_of
+        places = list(accumulate([act.at for act in acts], max))
         out.where = [places[k] for k in out.owner]
         if self._pieces:
             begins = self._positions()
-            out.where = [begins[at] + k for at, k in zip(out.where, self._within, strict=True)]
+            out.where = [begins[at] + k for at, k in zip(out.where, building.within, strict=True)]
+        self._find_buffers()
+        return out
+
+    def _find_buffers(self) -> None:
+        """Find the buffers that the program leaves behind, and those that it frees."""
+        out, facts = self.out, self.out.facts
         for slot, nbytes in enumerate(facts.slot_alloc):
             if nbytes is None:
                 if facts.slot_freed[slot]:
                     out.dropped.append(slot)
             elif not facts.slot_freed[slot]:
-                adopted = self._adopted.get(slot)
+                adopted = self._slots.adopted.get(slot)
                 if adopted is not None:
                     out.kept.append((slot, *adopted, nbytes))
-                elif slot in self._based:
+                elif slot in self._slots.based:
                     out.made.append((slot, nbytes))
-        return out
-
-    # -- a similar program -----------------------------------------------------------------------------
-
-    def _differing(self) -> set[int]:
-        """Return the slots of all acts whose form is another one than in the similar program."""
-        like = self._like
-        if like is None:
-            return set()
-        return {
-            slot for act, other in zip(self.out.acts, like.acts, strict=True) if act is not other for slot in act.slots
-        }
-
-    def _copy(self, like: Steps, freed: Sequence[int]) -> None:
-        """Copy the steps of the next act from the similar program, and repeat the changes that belong to them.
-
-        The steps name registers by number. This is right as long as both programs have numbered their registers equally.
-        """
-        k = len(self._marks) - 1
-        (step, _, change), (end_step, _, end_change) = like.marks[k], like.marks[k + 1]
-        for slot in freed:
-            self._registers_of.pop(slot, None)
-        for change_ in like.changes[change:end_change]:
-            self._apply(change_)
-        out = self.out
-        out.steps += like.steps[step:end_step]
-        out.traces += like.traces[step:end_step]
-        self._within += [0] * (end_step - step)
-
-    def _compare(self) -> None:
-        """Stop copying steps if the last act has changed something else here than in the similar program.
-
-        From there on, registers have other numbers.
-        """
-        like = self._like
-        if like is not None:
-            k = len(self._marks) - 1
-            mine = self._changes[self._marks[k][2] :]
-            theirs = like.changes[like.marks[k][2] : like.marks[k + 1][2]]
-            if [c[:3] for c in mine] != [c[:3] for c in theirs]:
-                self._like = None
-
-    def _change(self, kind: str, key: int, number: int, value: Any) -> None:
-        self._apply(Change(kind, key, number, value))
-
-    def _apply(self, change: Change) -> None:
-        self._changes.append(change)
-        kind, key, number, value = change
-        if kind == "register":
-            self.out.n_registers += 1
-            self.out.slot_of.append(key)
-            if value is not None:
-                self._register_of[key, id(value)] = number
-                self._registers_of.setdefault(key, []).append(number)
-        elif kind == "adopted":
-            self._adopted[key] = number, value
-        elif kind == "based":
-            self._based[key] = value
-        else:
-            self._out_of_place[key] = number, value
 
     def _positions(self) -> list[int]:
         """Return the position at which each instruction begins, counted in pieces."""
@@ -275,16 +205,10 @@ class _Preparation:
 
     # -- operands ----------------------------------------------------------------------------------------------------
 
-    def _new_register(self, slot: int, view: View | None = None) -> int:
-        """Allocate a register, for this view if it is given."""
-        register = self.out.n_registers
-        self._change("register", slot, register, view)
-        return register
-
     def _step(self, step: Step, trace: Trace | None = None) -> None:
         self.out.steps.append(step)
         self.out.traces.append(trace)
-        self._within.append(self._piece)
+        self._building.within.append(self._piece)
 
     def _mark_uncapturable(self) -> None:
         """Mark the last step as one that a graph cannot contain."""
@@ -293,11 +217,11 @@ class _Preparation:
     def _operand(self, slot: int, view: View) -> int:
         """Return the register of this view. For a new view, add a step that fills the register."""
         pause()
-        known = self._register_of.get((slot, id(view)))
+        known = self._slots.register_of.get((slot, id(view)))
         if known is not None:
             return known
-        register = self._new_register(slot, view)
-        adopted = self._adopted.get(slot)
+        register = self._slots.new_register(slot, view)
+        adopted = self._slots.adopted.get(slot)
         if adopted is not None:
             source = adopted[0]
 
@@ -305,12 +229,12 @@ class _Preparation:
                 f.registers[register] = as_view(f.registers[source], view)
 
             self._step(from_register, _review(register, register_name(source), view, adopted[1].dtype))
-        elif slot in self._based:
+        elif slot in self._slots.based:
 
             def from_base(f: Frame) -> None:
                 f.registers[register] = as_view(f.bases[slot], view)
 
-            self._step(from_base, _review(register, memory_name(slot), view, WIS_DTYPE[self._based[slot]]))
+            self._step(from_base, _review(register, memory_name(slot), view, WIS_DTYPE[self._slots.based[slot]]))
         else:
 
             def from_buffer(f: Frame) -> None:
@@ -329,7 +253,7 @@ class _Preparation:
         return register
 
     def _make_base(self, slot: int, nbytes: int, dtype: torch.dtype, dirty: bool) -> None:
-        self._change("based", slot, 0, dtype)
+        self._slots.change(Change("based", slot, 0, dtype))
         device = self._device
         if dirty:
             numel = -(-nbytes // dtype.itemsize)
@@ -356,10 +280,10 @@ class _Preparation:
         views = {s: o.view for f, on in act.lines for o, s in zip(f.operands, on, strict=True)}
         registers: list[tuple[bool, int]] = []
         for slot in launch.slots:
-            adopted = self._adopted.get(slot)
+            adopted = self._slots.adopted.get(slot)
             if adopted is not None:
                 registers.append((True, adopted[0]))
-            elif slot in self._based:
+            elif slot in self._slots.based:
                 registers.append((False, slot))
             else:
                 registers.append((True, self._operand(slot, required_view(views.get(slot)))))
@@ -417,7 +341,7 @@ class _Preparation:
         elif form.opcode == "sleep":
             self._sleep(form)
         else:
-            self._compute(act, self._out_of_place.get(i))
+            self._compute(act, self._slots.out_of_place.get(i))
 
     def _pieces_of(self, act: Act) -> tuple[Piece, ...] | None:
         """Return the pieces of an instruction that is split, or None if a plan replaces the instruction."""
@@ -436,7 +360,7 @@ class _Preparation:
         }
         if result not in registers:
             registers[result] = self._destination(slots[result], required_view(form.operands[result].view))
-        parts = {k: self._new_register(slots[k]) for k in registers}
+        parts = {k: self._slots.new_register(slots[k]) for k in registers}
         call = part_of(form, result, parts, self._first_param, self._device)
         for k, piece in enumerate(pieces):
             self._piece = k
@@ -446,10 +370,9 @@ class _Preparation:
     def _destination(self, slot: int, view: View) -> int:
         """Return the register of the result that the pieces write together."""
         facts, device = self.out.facts, self._device
-        if facts.slot_alloc[slot] is None or slot in self._adopted or slot in self._based:
+        if facts.slot_alloc[slot] is None or slot in self._slots.adopted or slot in self._slots.based:
             return self._operand(slot, view)
-        register = self._new_register(slot, view)
-        self._change("adopted", slot, register, view)
+        register = self._slots.adopt(slot, view)
         dtype = TORCH_DTYPE[view.dtype]
         filled = view.fills(view.end)
 
@@ -515,19 +438,19 @@ class _Preparation:
                     dirty = dirty or view.fills(nbytes)
                 anew = out_of_place(form)
                 if anew is not None and anew[0] == first[1] and whole:
-                    self._change("out of place", first[0], *anew)
+                    self._slots.change(Change("out of place", first[0], *anew))
                     return
                 if nbytes % view.dtype.itemsize == 0:
                     dtype = TORCH_DTYPE[view.dtype]
         self._make_base(slot, nbytes, dtype, dirty)
 
     def _free(self, slots: Sequence[int]) -> None:
-        alloc, names = self.out.facts.slot_alloc, {slot: self._registers_of.pop(slot, []) for slot in slots}
+        alloc, names = self.out.facts.slot_alloc, {slot: self._slots.registers_of.pop(slot, []) for slot in slots}
         registers = [r for of_slot in names.values() for r in of_slot]
-        based = [slot for slot in slots if slot in self._based]
+        based = [slot for slot in slots if slot in self._slots.based]
         held = tuple(
             [
-                ((*map(register_name, of_slot), *([memory_name(slot)] if slot in self._based else ())), nbytes)
+                ((*map(register_name, of_slot), *([memory_name(slot)] if slot in self._slots.based else ())), nbytes)
                 for slot, of_slot in names.items()
                 if (nbytes := alloc[slot])
             ]
@@ -564,7 +487,7 @@ class _Preparation:
             registers[k] = self._read(reading, registers[k], slots[k])
         operands = list(registers.values())
         if gradients is not None:  # each operand gets its own register, even if two operands are the same tensor
-            registers = {k: self._new_register(slots[k]) for k in registers}
+            registers = {k: self._slots.new_register(slots[k]) for k in registers}
         call = calling(known.calling, registers, self._first_param, device)
         if known.flags:
             call = with_flags(call, known.flags)
@@ -623,7 +546,7 @@ class _Preparation:
 
     def _read(self, view: Callable[[Tensor], Tensor], source: int, slot: int) -> int:
         """Add a step that reads a register through a view. Returns the new register."""
-        register = self._new_register(slot)
+        register = self._slots.new_register(slot)
 
         def read(f: Frame) -> None:
             f.registers[register] = view(f.registers[source])
@@ -667,10 +590,9 @@ class _Preparation:
         unread: list[bool] = []
         for slot, view in outs:
             nbytes = facts.slot_alloc[slot]
-            fresh = nbytes is not None and slot not in self._adopted and slot not in self._based
+            fresh = nbytes is not None and slot not in self._slots.adopted and slot not in self._slots.based
             if fresh:
-                register = self._new_register(slot, view)
-                self._change("adopted", slot, register, view)
+                register = self._slots.adopt(slot, view)
             else:
                 register = self._operand(slot, view)
             targets.append((register, view, fresh))
