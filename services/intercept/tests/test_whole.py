@@ -314,6 +314,11 @@ def test_tangent_of_forward_mode_equals_cpu(cuda, name, requires_grad):
         x = leaves(shape, where=where)[0].detach().requires_grad_(requires_grad)
         tangent = torch.linspace(-1, 1, x.numel()).view(shape).to(where)
         with forward_ad.dual_level():
-            result = forward_ad.unpack_dual(function(forward_ad.make_dual(x, tangent)))
+            try:
+                result = forward_ad.unpack_dual(function(forward_ad.make_dual(x, tangent)))
+            except NotImplementedError as e:
+                if where == "cpu":
+                    pytest.skip(f"PyTorch {torch.__version__} has no tangent on the CPU: {e}")
+                raise
             found.append([t.detach().cpu() for t in result])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
