@@ -141,15 +141,9 @@ class StepExecution:
             for i, step in todo:  # noqa: B007 - the failing step's index is used below
                 step(frame)
         except SegmentError as e:
-            if e.repeatable and self._graphs is None:
-                following = prepared.begins[done] if done < len(prepared.begins) else len(prepared.steps)
-                if self._run_singly(begins[i], begins[i + 1] if i + 1 < len(begins) else following):
-                    self._run(steps[i + 1 - begin :], begins, i + 1, done, whole)
-                    return
-            else:
-                self._fail(begins[i] if e.at is None else e.at, e)
+            self._fail(prepared, frame, begins[i], begins[i] if e.at is None else e.at, e)
         except Exception as e:
-            self._fail(begins[i], e)
+            self._fail(prepared, frame, begins[i], begins[i], e)
         else:
             self._at = done
             if not whole:
@@ -164,25 +158,12 @@ class StepExecution:
             frame.buffers.pop(frame.bindings[slot], None)
         self.ended = True
 
-    def _run_singly(self, first: int, end: int) -> bool:
-        """Run steps that were combined one by one, because they failed together. Returns whether they succeeded."""
-        for at in range(first, end):
-            try:
-                self._prepared.steps[at](self._frame)
-            except Exception as e:
-                self._fail(at, e)
-                return False
-        return True
-
-    def _fail(self, step: int, cause: Exception) -> None:
-        """Report the failure of a step. Poison what the program should have written from its act on, and results of earlier acts
-        that are lost because steps were combined.
-        """
-        prepared, frame = self._prepared, self._frame
+    def _fail(self, prepared: PreparedProgram, frame: Frame, first: int, step: int, cause: Exception) -> None:
+        """Report the failure of a step, and poison everything that the program should have written from the step `first` on."""
         outcome, buffers, bindings = frame.outcome, frame.buffers, frame.bindings
-        act = prepared.owner[step] if step >= 0 else 0
-        self._say(prepared.acts[act].at, cause)
-        lost = self._poison(act)
+        at = prepared.owner[first] if first >= 0 else 0
+        self._say(prepared.acts[prepared.owner[step]].at if step >= 0 else 0, cause)
+        lost = self._poison(at)
         for slot, register, view, nbytes in prepared.kept:
             base = frame.registers[register] if slot not in lost else None
             poison = "" if base is not None else outcome.error
@@ -234,7 +215,8 @@ class StepExecution:
         failed_at = self.outcome.failed_at
         if failed_at is not None and failed_at <= prepared.acts[act].at:
             return
-        self._fail(bisect_left(prepared.owner, act), cause)
+        step = bisect_left(prepared.owner, act)
+        self._fail(prepared, frame, step, step, cause)
         for slot in prepared.dropped:
             frame.buffers.pop(frame.bindings[slot], None)
         self.ended = True

@@ -36,6 +36,7 @@ from wooly_executor.runtime.driver import Driver
 from wooly_executor.runtime.execution import StepExecution
 from wooly_executor.runtime.flights import Flight, Flights
 from wooly_executor.runtime.foreign import KERNEL_BYTES, Foreign
+from wooly_executor.runtime.frame import Frame
 from wooly_executor.runtime.gpu_kernels import GpuKernels
 from wooly_executor.runtime.gpu_ranges import in_range
 from wooly_executor.runtime.graphs import Graphs
@@ -338,7 +339,7 @@ class GpuExecution(StepExecution):
         complaints = sorted([c for c in found if c is not None], key=lambda c: c[0])
         if complaints and self.outcome.failed_at is None:
             step, why = complaints[0]
-            self._fail(step, why)
+            self._fail(prepared, self._frame, step, step, why)
             self.ended = True
         if session is not None and session.lost_late:
             self._heed(session)
@@ -405,13 +406,13 @@ class GpuExecution(StepExecution):
         """Device time of generated kernels so far, in ns, estimated from the shares that sampled runs measured."""
         return self._kernels_ns
 
-    def _fail(self, step: int, cause: Exception) -> None:
+    def _fail(self, prepared: PreparedProgram, frame: Frame, first: int, step: int, cause: Exception) -> None:
         if isinstance(cause, ContextLostError):
             raise cause
         no_memory = isinstance(cause, torch.OutOfMemoryError)
         if isinstance(cause, RuntimeError) and not no_memory:
             self._driver.check()
-        super()._fail(step, cause)
+        super()._fail(prepared, frame, first, step, cause)
         if no_memory:
             self.outcome.code = OutOfMemoryError.code
 

@@ -150,12 +150,11 @@ class SegmentError(Exception):
 
     Attributes:
         at: index of the failed step in the program; None: the interpreter does not tell.
-        repeatable: whether the steps can run again, one by one, because the segment has changed nothing outside of it.
     """
 
-    def __init__(self, message: str, at: int | None, *, repeatable: bool) -> None:
+    def __init__(self, message: str, at: int | None) -> None:
         super().__init__(message)
-        self.at, self.repeatable = at, repeatable
+        self.at = at
 
 
 class SeparateStepError(Exception):
@@ -202,9 +201,6 @@ class Segment:
         self._open, self._open_given = open_places, list[tuple[str, str, Place]]()
         self._at = self._sizes = 0
         self._freed: set[str] = set()
-        #: Memory that the segment makes, and views of it; whether it writes to other memory.
-        self._own: set[str] = set()
-        self._writes_outside = False
         self._zeros = False
         self._flags: tuple[str, ...] | None = None
         self._threads = Threads.ANY
@@ -253,17 +249,13 @@ class Segment:
                 self._define([memory_name(step.slot)], "zeros", values, at, None)
             else:
                 self._define([memory_name(step.slot)], "empty", [*values, none], at, None)
-            self._own.add(memory_name(step.slot))
             self._use(step.threads)
         elif isinstance(step, Review):
             view = step.view
             values = [self._value(step.source), self._ints(view.sizes), self._ints(view.strides)]
             values.append(self._size(view.offset // view.dtype.itemsize))
             self._define([register_name(step.register)], "as_strided", values, at, None)
-            if step.source in self._own:
-                self._own.add(register_name(step.register))
         elif isinstance(step, Write):
-            self._note_writes([step.registers[0]])
             values = [self._value(register_name(r)) for r in step.registers]
             values += [self._written(v, step) for v in step.values]
             # all arguments: the interpreter has other operators with the first arguments of `copy_`
@@ -274,10 +266,6 @@ class Segment:
             self._invoke(step, at)
         else:
             raise SeparateStepError
-
-    def _note_writes(self, registers: Iterable[int]) -> None:
-        if not self._own.issuperset(map(register_name, registers)):
-            self._writes_outside = True
 
     def _use(self, threads: Threads) -> None:
         if threads is not Threads.ANY:
@@ -292,7 +280,6 @@ class Segment:
         arguments, returned = declared(op)
         given = {name: v for (name, _, _), v in zip(arguments, step.call.args, strict=False)} | dict(step.call.kwargs)
         values = [self._argument(given.get(name, default), kind, step) for name, kind, default in arguments]
-        self._note_writes([r for k, r in step.operands.items() if k in written_operands(step.call)])
         name, restrided = op.overloadpacket.__name__, [k is Layout.SAME_PLACES for k in step.trusted]
         results = [
             self._fresh() if other else register_name(r) for r, other in zip(step.results, restrided, strict=False)
@@ -311,8 +298,6 @@ class Segment:
             self._define(names, name, values, at, op)
         else:
             raise SeparateStepError
-        if not step.zeros:  # such an operator fills memory of its own
-            self._own.update(map(register_name, step.results))
         for k, other in enumerate(restrided):
             if other:
                 view = step.views[k]
@@ -546,7 +531,6 @@ class Segment:
             self._flags,
             self._threads,
             self._zeros,
-            not self._writes_outside,
         ), []
 
 
@@ -571,7 +555,6 @@ class Part(NamedTuple):
         flags: the settings of CUDA's libraries that it asks for; None: it follows none of them.
         threads: how many threads of a CPU it should use.
         zeros: it needs zeroed memory.
-        repeatable: it changes nothing outside of it before it ends.
     """
 
     function: Callable[..., Any]
@@ -591,13 +574,12 @@ class Part(NamedTuple):
     flags: tuple[str, ...] | None
     threads: Threads
     zeros: bool
-    repeatable: bool
 
     def step(self, sizes: Mapping[Place, Any]) -> Callable[[Any], None]:
         """Return the segment as a step of a program. `sizes`: the program's sizes at the open places."""
         function, registers, memory, takes_memory, fills, fixed, places, made, made_memory, *_ = self
         unread, unread_memory, gone, gone_memory = self.unread, self.unread_memory, self.gone, self.gone_memory
-        owner, repeatable, n = self.owner, self.repeatable, len(made)
+        owner, n = self.owner, len(made)
         last = (*fixed, *[sizes[place] for place in places])
 
         def run(f: Any) -> None:
@@ -613,7 +595,7 @@ class Part(NamedTuple):
                 else:
                     found = function(*registers(r), *last)
             except Exception as e:  # later releases of PyTorch also raise TypeError
-                raise _failure(str(e), owner, repeatable=repeatable) from e
+                raise _failure(str(e), owner) from e
             scatter(r, made, found)  # the memory comes after the registers
             if gone:
                 scatter(r, gone, repeat(None))
@@ -663,18 +645,8 @@ def _is_same_operator(schema: str, op: OpOverload) -> bool:
     return name == ours or (ours.endswith(".Tensor") and name == ours.removesuffix("Tensor") + "Scalar")
 
 
-def written_operands(call: LibraryCall) -> set[int]:
-    """Return the operands that a call may change."""
-    arguments = schema_of(call.op).arguments
-    by_name = {a.name: a for a in arguments}
-    given = [*zip(arguments, call.args, strict=False), *[(by_name[k], v) for k, v in call.kwargs if k in by_name]]
-    written = [value for a, value in given if a.alias_info is not None and a.alias_info.is_write]
-    flat = [v for value in written for v in (value if isinstance(value, tuple) else (value,))]
-    return {v.index for v in flat if isinstance(v, OperandRef)}
-
-
-def _failure(text: str, owner: dict[str, int], *, repeatable: bool) -> SegmentError:
+def _failure(text: str, owner: dict[str, int]) -> SegmentError:
     """Return the interpreter's error with the library's message and the failed step."""
     found = _FAILED.search(text)
     message = text.rpartition("\nRuntimeError: ")[2].strip() or text
-    return SegmentError(message, owner.get(found.group(1)) if found else None, repeatable=repeatable)
+    return SegmentError(message, owner.get(found.group(1)) if found else None)
