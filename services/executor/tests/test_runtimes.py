@@ -360,6 +360,68 @@ def test_long_program_has_several_segments(wis, monkeypatch):
         assert len(prepared.hot) == 3
 
 
+@pytest.mark.parametrize(
+    ("most", "segments", "lost"),
+    [(48, 1, {"stale", "from_stale", "filled", "computed", "of_partly"}), (12, 2, {"of_partly"})],
+    ids=["one segment", "two segments"],
+)
+def test_failed_segment_keeps_what_earlier_instructions_have_computed(wis, monkeypatch, most, segments, lost):
+    """Values that cannot be computed again are lost: an operand was changed later."""
+    monkeypatch.setattr(combining, "MOST_CALLS", most)
+    v, i, half = wis.at(DType.F32, 4), wis.at(DType.I64, 4), View(DType.F32, (2,), (1,), 8)
+    body = wis.body()
+
+    def call(name, operator, *operands, **more):
+        body.alloc(name, 16).call(operator, *[("in", of, v) for of in operands], ("out", name, v), **more)
+
+    call("before", "aten.exp.default", "x")
+    call("stale", "aten.mul.Tensor", "w", "x")
+    body.call("aten.add_.Tensor", ("inout", "w", v), ("in", "before", v))
+    body.call("aten.mul_.Tensor", ("inout", "w", half), ("in", "x", half))
+    call("after", "aten.mul.Tensor", "w", "x")
+    # the lower bound may be missing
+    call("from_stale", "aten.clamp.Tensor", "x", "stale", "w", args=REFS[:3])
+    body.alloc("filled", 16).fill("filled", v, 3.0)
+    call("computed", "aten.neg.default", "x")
+    for name in ("filled", "computed"):
+        body.call("aten.add_.Tensor", ("inout", name, v), ("in", "stale", v))
+    call("freed", "aten.sin.default", "x")
+    call("from_freed", "aten.neg.default", "freed")
+    body.free("freed").copy("x", v, "given", v).alloc("written", 16).fill("written", v, 3.0)
+    body.call("aten.add_.Tensor", ("inout", "given", v), ("in", "x", v))
+    body.copy("after", half, "written", half).call("aten.exp_.default", ("inout", "written", v))
+    body.alloc("of_half", 8).call("aten.neg.default", ("in", "written", half), ("out", "of_half", wis.at(DType.F32, 2)))
+    body.call("aten.exp_.default", ("inout", "after", v))
+    call("of_partly", "aten.neg.default", "partly")
+    body.call(
+        "aten.index_add_.default", ("inout", "partly", v), ("in", "i", i), ("in", "x", v), args=(REFS[0], 0, *REFS[1:3])
+    )
+    call("behind", "aten.neg.default", "x")
+    ids = {name: k for k, name in enumerate(body.names)}
+
+    def run(runtime, prepared, index):
+        buffers = {ids["i"]: runtime.allocate(32)}
+        as_view(buffers[ids["i"]].base, i).copy_(torch.tensor(index))
+        for k, n in enumerate(("x", "w", "partly", "given")):
+            buffers[ids[n]] = runtime.allocate(16)
+            as_view(buffers[ids[n]].base, v).copy_(torch.arange(4.0) / 4 + k)
+        outcome = runtime.run(prepared, buffers, list(ids.values()), [])
+        found = {n: buffers[k] for n, k in ids.items() if k in buffers}
+        return outcome, {n: b.poison or b.base.view(torch.uint8).tolist() for n, b in found.items()}
+
+    good, bad = [0, 1, 2, 3], [0, 1, 2, 4]
+    with torch.inference_mode():
+        runtimes = TorchCpuRuntime(hot=1000), TorchCpuRuntime(hot=2)
+        single, hot = [(runtime, ProgramStore(runtime).define(body.raw).prepared) for runtime in runtimes]
+        right = run(*single, good)[1]
+        assert [run(*hot, good)[1] for _ in range(3)] == [right] * 3 and len(hot[1].hot) == segments
+        (failed, expected), (outcome, found) = run(*single, bad), run(*hot, bad)
+    assert outcome.failed_at == failed.failed_at and outcome.error in failed.error
+    assert {n for n in found if found[n] == outcome.error} == lost | {"partly", "behind"}
+    assert {n for n in expected if expected[n] == failed.error} == {"partly", "behind"}
+    assert all(found[n] == expected[n] for n in found.keys() - lost - {"partly", "behind"})
+
+
 def test_conversions_between_dtypes_are_in_the_segment_of_their_neighbours(wis):
     """As in the norms of a model in bfloat16: a copy to another dtype, some operators, and a copy back."""
     half, wide = wis.at(DType.BF16, 4), wis.at(DType.F32, 4)

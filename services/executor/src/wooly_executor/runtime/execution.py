@@ -10,6 +10,7 @@ from typing import Any
 
 from wooly_executor.errors import MissingKernelError, OperationError, OutOfMemoryError, PoisonedError
 from wooly_executor.runtime.buffers import Buffer
+from wooly_executor.runtime.failed_segments import compute_again
 from wooly_executor.runtime.frame import Frame, Step
 from wooly_executor.runtime.graphs import Graphs
 from wooly_executor.runtime.prepared import PreparedProgram, Span
@@ -141,7 +142,11 @@ class StepExecution:
             for i, step in todo:  # noqa: B007 - the failing step's index is used below
                 step(frame)
         except SegmentError as e:
-            self._fail(prepared, frame, begins[i], begins[i] if e.at is None else e.at, e)
+            first, failed = begins[i], begins[i] if e.at is None else e.at
+            if self._graphs is None:
+                compute_again(prepared, frame, first, failed)
+                first = failed
+            self._fail(prepared, frame, first, failed, e)
         except Exception as e:
             self._fail(prepared, frame, begins[i], begins[i], e)
         else:
