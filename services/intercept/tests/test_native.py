@@ -533,6 +533,57 @@ def test_modes_transforms_and_gradients_see_operators_after_native_calls(cuda):
     torch.testing.assert_close(weight.grad, gradient)
 
 
+INFINITE = [1.0, float("inf"), -float("inf"), 0.0]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_tangent_of_constant_is_zero_times_infinite_numbers(cuda):
+    x, constant = torch.tensor(INFINITE, device=cuda), torch.tensor([2.0, 3.0, 4.0, 5.0], device=cuda)
+    for function, tangent in (
+        (lambda a: a * constant, constant),
+        (lambda a: a / constant, 1 / constant),
+        (lambda a: a - constant, torch.ones(4, device=cuda)),
+    ):
+        value, found = torch.func.jvp(function, (x,), (torch.ones_like(x),))
+        assert torch.equal(value, function(x)) and torch.equal(found, tangent)
+    assert torch.equal(torch.func.jacfwd(lambda a: a * constant)(x), constant.diag())
+
+
+def test_zero_tensor_is_zeros_for_each_operator(cuda):
+    zero, x = torch._efficientzerotensor((2, 4), device="cuda"), torch.arange(8.0, device="cuda").view(2, 4)
+    assert zero._is_zerotensor() and zero.device == x.device and zero.t()._is_zerotensor()
+    expected = torch.zeros(2, 4)
+    for found in (zero, zero.clone(), zero.cpu(), zero.sin(), zero.t().contiguous().t(), zero.half().float()):
+        assert torch.equal(found.cpu(), expected)
+    assert torch.equal(torch.ones(2, 4, device="cuda").copy_(zero).cpu(), expected)
+    assert torch.equal(torch.zeros(2, 4).copy_(zero), expected)
+    assert torch.equal(x.clone().copy_(torch._efficientzerotensor((2, 4))).cpu(), expected)
+    assert (
+        zero[0, 0].item() == 0
+        and torch.equal(zero + x, x)
+        and torch.equal(torch.mm(zero, x.t()).cpu(), torch.zeros(2, 2))
+    )
+    with pytest.raises(RuntimeError, match="ZeroTensors are immutable"):
+        zero.add_(1)
+    with pytest.raises(RuntimeError, match="ZeroTensors are immutable"):
+        zero.copy_(x)
+
+
+@pytest.mark.parametrize("other", ["x", "weight"])
+def test_zero_tensor_is_zeros_for_operators_recorded_as_one(cuda, other):
+    def results(zero):
+        x = torch.arange(12.0, device=zero.device).view(1, 1, 3, 4)
+        a, b = (zero, x) if other == "x" else (x, zero)
+        yield torch.nn.functional.linear(a[0, 0], b[0, 0])
+        yield torch.nn.functional.rms_norm(a, (4,), b[0, 0, 0])
+        yield torch.nn.functional.scaled_dot_product_attention(a, b, a)
+        yield torch.nn.functional.cross_entropy(a[0, 0], b[0, 0], label_smoothing=0.1)
+
+    found = list(results(torch._efficientzerotensor((1, 1, 3, 4), device="cuda")))
+    for one, expected in zip(found, results(torch.zeros(1, 1, 3, 4, device="cuda")), strict=True):
+        assert torch.equal(one, expected)
+
+
 class Named(TorchDispatchMode):
     """Keeps the names of the operators that it sees."""
 

@@ -9,6 +9,7 @@
 #include <unordered_map>
 
 #include <ATen/Context.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
@@ -338,13 +339,14 @@ class AttentionKernel final : public c10::OperatorKernel {
       return;
     }
     Signature s;
-    bool teach = false;
+    bool known = false, teach = false;
     if (!c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Python) && sign(facts_, op.schema(), *stack, s)) {
       add_circumstances(*stack, s);
       Gil gil;
-      teach = known_.find(s) == nullptr;
+      known = known_.find(s) != nullptr;
+      teach = !known;
     }
-    if (s.key.empty() || teach) {
+    if (!known) {
       call_python(python_, op, keys, stack, {&facts_, &s, &known_, teach});
       return;
     }
@@ -592,6 +594,34 @@ PyObject* set_up(PyObject*, PyObject* args) {
   auto& registered = c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::kPrivateUse1)];
   registered.store(new Guard(registered.load())); // as long as the process
   Py_RETURN_NONE;
+}
+
+// Make a zero tensor without memory, as `aten._efficientzerotensor` does for CUDA: its dispatch keys say that all elements are 0.
+PyObject* zero_tensor(PyObject*, PyObject* args) {
+  PyObject *given, *dtype;
+  int device;
+  if (!PyArg_ParseTuple(args, "O!O!i", &PyTuple_Type, &given, &THPDtypeType, &dtype, &device)) {
+    return nullptr;
+  }
+  HANDLE_TH_ERRORS
+  std::vector<int64_t> sizes;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(given); ++i) {
+    const auto size = PyLong_AsLongLong(PyTuple_GET_ITEM(given, i));
+    if (size == -1 && PyErr_Occurred()) {
+      return nullptr;
+    }
+    sizes.push_back(size);
+  }
+  const auto meta = c10::scalarTypeToTypeMeta(reinterpret_cast<THPDtype*>(dtype)->scalar_type);
+  const c10::Device place(c10::kPrivateUse1, static_cast<c10::DeviceIndex>(device));
+  const auto nbytes = at::detail::computeStorageNbytesContiguous(sizes, meta.itemsize());
+  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), nbytes, c10::DataPtr(nullptr, place),
+                                                       /*allocator=*/nullptr, /*resizable=*/false);
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(std::move(storage)), c10::DispatchKeySet({c10::DispatchKey::PrivateUse1, c10::DispatchKey::ZeroTensor}), meta);
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return THPVariable_Wrap(std::move(tensor));
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* forget(PyObject*, PyObject*) {
@@ -844,6 +874,7 @@ PyMethodDef methods[] = {
     {"origin", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(origin)), METH_FASTCALL,
      "The innermost Python line on the stack that is not in a library."},
     {"collect_launch", collect_launch, METH_VARARGS, "Add the arguments of a launch to its key, buffers and params."},
+    {"zero_tensor", zero_tensor, METH_VARARGS, "Make a zero tensor without memory of these sizes, on a device of this index."},
     {"learn", learn, METH_VARARGS, "Teach the kernel that called Python the plan of its call."},
     {"learn_fused", learn_fused, METH_O, "Teach the kernel of attention that its call has the library's fused kernel."},
     {"disarm", disarm, METH_NOARGS, "The call of the kernel that called Python must not be taught."},

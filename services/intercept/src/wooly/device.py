@@ -291,7 +291,7 @@ class RegisteredDevice:
         """Register the factories under the key CUDA, too. So `device="cuda"` makes Wooly tensors without a patch per call."""
         library.impl("empty.memory_format", self.transfer.empty, "CUDA")
         library.impl("empty_strided", self.transfer.empty_strided, "CUDA")
-        library.impl("_efficientzerotensor", backend.efficient_zero, "CUDA")
+        library.impl("_efficientzerotensor", self.transfer.zeros, "CUDA")
         record_arange = self.generic.kernel(aten.arange.start_out)
         for key in ("PrivateUse1", "CUDA"):
             arange = partial(self.transfer.arange, record_arange)

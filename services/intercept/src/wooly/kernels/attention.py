@@ -21,6 +21,7 @@ from wooly.torch_private import (
     attention_choice,
     attention_order,
     is_wrapper,
+    is_zero_tensor,
     may_use_cudnn,
     may_use_efficient,
     may_use_flash,
@@ -276,6 +277,8 @@ def attention(
 
     If the script has switched kernels off, other than all but the decomposition, CUDA's choice among the rest.
     """
+    if is_zero_tensor(query) or is_zero_tensor(key) or is_zero_tensor(value):  # PyTorch would pass them without strides
+        query, key, value = [t.clone() if is_zero_tensor(t) else t for t in (query, key, value)]
     wraps = query.__class__ is not Tensor and is_wrapper(query)
     grad = torch.is_grad_enabled()
     needs = grad and (query.requires_grad or key.requires_grad or value.requires_grad)

@@ -357,12 +357,6 @@ def observed(record: Kernel) -> Kernel:
     return run
 
 
-def efficient_zero(size: Any, **options: Any) -> Tensor:
-    """`aten._efficientzerotensor`, which derivatives use for zeros. Here it is an ordinary tensor of zeros."""
-    return torch.zeros(size, **options)
-
-
-#: Kernels for operators that each backend must implement itself.
 def scaled_mm(
     a: Tensor,
     b: Tensor,
@@ -396,12 +390,12 @@ def scaled_mm(
     return found
 
 
+#: Kernels for operators that each backend must implement itself.
 KERNELS: dict[str, Kernel] = {
     "_assert_async": assert_async,
     "_assert_async.msg": assert_async,
     "_convert_indices_from_coo_to_csr": rows_to_compressed,
     "_convert_indices_from_csr_to_coo": compressed_to_coordinates,
-    "_efficientzerotensor": efficient_zero,
     "_scaled_mm_v2": scaled_mm,
     "conj_physical_": conj_physical_,
     "linalg_lstsq.out": lstsq_into,

@@ -21,6 +21,7 @@ from wooly.torch_private import (
     convolution_with_flags,
     has_tangents,
     in_trace,
+    is_zero_tensor,
     schema_of,
 )
 
@@ -49,6 +50,8 @@ def linear(record: Kernel) -> Kernel:
             )  # ATen's choice of the product depends on `requires_grad` also without gradients
         if x.is_complex() or x.is_neg() or weight.is_neg() or (bias is not None and bias.is_neg()):
             return decompose(x, weight, bias)  # conjugate and negative views are not resolved yet
+        if is_zero_tensor(x) or is_zero_tensor(weight) or (bias is not None and is_zero_tensor(bias)):
+            return decompose(x, weight, bias)
         return record(x, weight, bias)
 
     return run

@@ -41,7 +41,7 @@ from wooly.storage import (
     reinterpret_bytes,
     span,
 )
-from wooly.torch_private import neg_view, raw_device, raw_storage_device, redispatch_cpu, swap_memory
+from wooly.torch_private import is_zero_tensor, neg_view, raw_device, raw_storage_device, redispatch_cpu, swap_memory
 
 aten = torch.ops.aten
 _set_cpu = redispatch_cpu(aten.set_.source_Storage_storage_offset)
@@ -225,10 +225,26 @@ class Transfer:
             self._teach(_EMPTY, known)
         return self._new(known)
 
-    def zeros(self, size: list[int], **options: Any) -> Tensor:
-        """`aten._efficientzerotensor`. New buffers are filled with zeros, unless the script asks for another value."""
-        t = self.empty(size, **options)
-        return t.zero_() if self._fills_memory else t
+    def zeros(
+        self,
+        size: list[int],
+        *,
+        dtype: torch.dtype | None = None,
+        layout: torch.layout | None = None,
+        device: torch.device | None = None,
+        pin_memory: bool | None = None,
+    ) -> Tensor:
+        """`aten._efficientzerotensor`: zeros without memory, with which derivatives are 0 also times an infinite number.
+
+        Only native code can make such a tensor. Without it, the tensor has memory. New buffers are filled with zeros, unless the
+        script asks for another value.
+        """
+        if native.module is None:
+            t = self.empty(size, dtype=dtype, layout=layout, device=device, pin_memory=pin_memory)
+            return t.zero_() if self._fills_memory else t
+        self._check(layout, pin_memory)
+        at = self._devices.index_of(device)
+        return native.module.zero_tensor(tuple(size), dtype or torch.get_default_dtype(), at)  # type: ignore[no-any-return]
 
     def empty_strided(
         self,
@@ -348,6 +364,12 @@ class Transfer:
         if dst.is_neg():
             self.copy_(neg_view(dst), torch.neg(src))
             return dst
+        if is_zero_tensor(dst):
+            raise RuntimeError(
+                "ZeroTensors are immutable. Please materialize the tensor using `.clone()`, if you want a mutable zero tensor."
+            )
+        if is_zero_tensor(src):
+            return dst.zero_()
         to, at = raw_device(dst), raw_device(src)
         ours, theirs = to.type == NAME, at.type == NAME
         if ours and theirs:
@@ -423,6 +445,8 @@ class Transfer:
             return self.lazy_clone(src.conj()).conj()
         if src.is_neg():
             return neg_view(self.lazy_clone(neg_view(src)))
+        if is_zero_tensor(src):
+            return src.clone()
         recorder = self._recorder_at(address_of(src))
         with recorder.lock:
             buffer, link = address_of(src) >> ID_SHIFT, recorder.require_link()

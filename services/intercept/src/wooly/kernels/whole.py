@@ -24,6 +24,7 @@ from wooly.torch_private import (
     has_tangents,
     in_trace,
     in_transform,
+    is_zero_tensor,
     schema_of,
 )
 
@@ -102,13 +103,18 @@ class Whole:
             args = (*args[:at], tuple(args[at].tolist()), *args[at + 1 :])
             leaves, spec = _flatten(args, kwargs)
             tensors = [a for a in leaves if isinstance(a, Tensor)]
-        if any(t.is_conj() or t.is_neg() for t in tensors):  # above autograd, PyTorch has not resolved these views yet
-            leaves = [a.resolve_conj().resolve_neg() if isinstance(a, Tensor) else a for a in leaves]
+        if any(t.is_conj() or t.is_neg() or is_zero_tensor(t) for t in tensors):
+            # Above autograd, PyTorch has not resolved these tensors yet.
+            leaves = [_resolved(a) if isinstance(a, Tensor) else a for a in leaves]
             args, kwargs = _restored(leaves, spec)
             tensors = [a for a in leaves if isinstance(a, Tensor)]
         if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
             return self.record(*args, **kwargs)
         return _WholeCall.apply(self, spec, *leaves)  # type: ignore[no-untyped-call]
+
+
+def _resolved(t: Tensor) -> Tensor:
+    return t.clone() if is_zero_tensor(t) else t.resolve_conj().resolve_neg()
 
 
 def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Spec]:
