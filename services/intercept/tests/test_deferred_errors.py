@@ -146,3 +146,48 @@ def test_write_to_a_part_that_the_device_refuses_raises_at_each_call(cuda):
             x[-1].sub_(x[0].clone())
         torch.cuda.synchronize()
         assert x.tolist() == [[True] * 3] * 2
+
+
+#: Calls with a number, a number that they accept, and one that they refuse because of its value.
+NUMBERS = {
+    "fill_": (lambda t: t.byte(), lambda t, n: t.fill_(n), 2, 300),
+    "fill_ of float": (lambda t: t.byte(), lambda t, n: t.fill_(n), 2.0, -1.0),
+    "setitem": (lambda t: t.byte(), lambda t, n: t.__setitem__(0, n), 2.0, -1.0),
+    "full_like": (lambda t: t.char(), torch.full_like, -128, -129),
+    "masked_fill_": (lambda t: t.half(), lambda t, n: t.masked_fill_(t > 1, n), -2.0, -1e9),
+    "scatter": (lambda t: t.half(), lambda t, n: t.scatter(0, torch.zeros_like(t, dtype=torch.long), n), 2.0, 1e9),
+    "clamp": (lambda t: t.byte(), lambda t, n: t.clamp(0, n), 2, 300),
+    "alpha": (lambda t: t.byte(), lambda t, n: t.add(t, alpha=n), 2, 300),
+    "list": (lambda t: t.byte(), lambda t, n: torch._foreach_add([t], [t], alpha=n), 2, 300),
+    "pow": (lambda t: t.long(), lambda t, n: t.pow(n), 2, -1),
+    "fill_ of float32": (lambda t: t, lambda t, n: t.fill_(n), 2.0, 1e300),
+}
+
+
+@pytest.mark.parametrize("size", [3, 100_000])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_number_that_does_not_fit_is_refused_at_call_after_numbers_that_fit(cuda, name, size):
+    to, call, good, bad = NUMBERS[name]
+    host = to(torch.arange(size).remainder(5).float())
+    t = host.to(cuda)
+    for _ in range(3):
+        call(t.clone(), good)
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as expected:
+            call(host.clone(), bad)
+        with pytest.raises(RuntimeError) as found:
+            call(t, bad)
+        assert str(found.value) == str(expected.value)
+    torch.cuda.synchronize()
+    assert torch.equal(t.cpu(), host)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+def test_number_outside_of_dtype_wraps_around_where_pytorch_lets_it(cuda, dtype):
+    host = torch.tensor([1, 2, 100], dtype=dtype)
+    for work in (
+        *(lambda t: t.remainder(300), lambda t: t.fmod(300), lambda t: t * 300, lambda t: torch.remainder(300, t)),
+        *(lambda t: t.remainder(-1), lambda t: t.clone().fill_(-1), lambda t: t == 300, lambda t: t // 300),
+    ):
+        for _ in range(2):
+            assert torch.equal(work(host.to(cuda)).cpu(), work(host))

@@ -3,7 +3,9 @@
 // needs the interpreter lock.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -32,6 +34,7 @@ struct Signature {
   c10::SmallVector<int64_t, 72> key;
   c10::SmallVector<int64_t, 8> buffers;
   c10::SmallVector<Param, 4> params;
+  at::ScalarType first = at::ScalarType::Undefined; // dtype of the first argument, or of the first tensor in its list
 
   uint64_t hash() const {
     uint64_t h = 0x9E3779B97F4A7C15ULL + key.size();
@@ -56,7 +59,8 @@ struct Facts {
 };
 
 // Words that start an entry of a key. An entry is self-delimiting, so keys of different calls differ.
-enum Tag : int64_t { kTensor = 1, kNumber, kNone, kOmitted, kParam, kConstant, kInts, kBools, kFloats, kTensors, kText, kPlace };
+enum Tag : int64_t { kTensor = 1, kNumber, kNone, kOmitted, kParam, kConstant, kInts, kBools, kFloats, kTensors, kText, kPlace,
+                     kDoubtful };
 
 inline bool is_plain(const at::TensorImpl* t) {
   // Conjugate and negative views, zero tensors, subclasses, sparse and nested tensors and the like have other keys than these.
@@ -83,6 +87,9 @@ inline bool add_device_tensor(const at::TensorImpl* t, Signature& s) {
   }
   auto sizes = t->sizes();
   auto strides = t->strides();
+  if (s.key.empty() || (s.key.size() == 1 && (s.key[0] & 0xFF) == kTensors)) {
+    s.first = t->dtype().toScalarType();
+  }
   s.key.push_back(kTensor | static_cast<int64_t>(t->dtype().toScalarType()) << 8 | static_cast<int64_t>(sizes.size()) << 16);
   s.key.append(sizes.begin(), sizes.end());
   s.key.append(strides.begin(), strides.end());
@@ -259,6 +266,46 @@ inline bool is_default(const c10::Argument& declared, const c10::IValue& a) {
   return *value == a;
 }
 
+// Add how the numbers are related to the dtype of the first argument, if one of them may not fit into it. As `wooly.kernels.limits`.
+inline void add_doubts(Signature& s) {
+  long double low = 0, least = 0, most = 0; // exact for each integer and each double
+  const auto integers = [&](auto limits) {
+    most = limits.max();
+    least = limits.is_signed ? static_cast<long double>(limits.min()) : -most;
+  };
+  switch (s.first) {
+    case at::kByte: integers(std::numeric_limits<uint8_t>()); break;
+    case at::kUInt16: integers(std::numeric_limits<uint16_t>()); break;
+    case at::kUInt32: integers(std::numeric_limits<uint32_t>()); break;
+    case at::kUInt64: integers(std::numeric_limits<uint64_t>()); break;
+    case at::kChar: integers(std::numeric_limits<int8_t>()); break;
+    case at::kShort: integers(std::numeric_limits<int16_t>()); break;
+    case at::kInt: integers(std::numeric_limits<int32_t>()); break;
+    case at::kLong: integers(std::numeric_limits<int64_t>()); break;
+    case at::kHalf: most = std::numeric_limits<c10::Half>::max(); low = least = -most; break;
+    case at::kBFloat16: most = std::numeric_limits<c10::BFloat16>::max(); low = least = -most; break;
+    case at::kFloat: case at::kComplexFloat: most = std::numeric_limits<float>::max(); low = least = -most; break;
+    default: return;
+  }
+  const size_t before = s.key.size();
+  bool any = false;
+  s.key.push_back(kDoubtful);
+  for (const Param& p : s.params) {
+    const long double x = p.kind == Param::kFloat ? static_cast<long double>(p.real) : static_cast<long double>(p.integer);
+    int64_t found = 0;
+    if (low != 0) {
+      found = (least <= x && x <= most) || std::isnan(x) || std::isinf(x) ? 0 : 2;
+    } else {
+      found = 0 <= x && x <= most ? 0 : least <= x && x < 0 ? 1 : 2;
+    }
+    any = any || found != 0;
+    s.key.push_back(found);
+  }
+  if (!any) {
+    s.key.resize(before);
+  }
+}
+
 // Compute the signature of a call. Returns false if only Python may handle the call.
 //
 // PyTorch does not pass arguments to a kernel in Python that have their default: at the end of the positional ones, and any
@@ -278,6 +325,9 @@ inline bool sign(const Facts& facts, const c10::FunctionSchema& schema, const to
     } else if (!add_argument(args[i], facts.scalar[i] != 0, s)) {
       return false;
     }
+  }
+  if (!s.params.empty()) {
+    add_doubts(s);
   }
   return facts.factory || !s.buffers.empty();
 }

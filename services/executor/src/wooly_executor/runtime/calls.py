@@ -288,6 +288,17 @@ def refers(value: Attr) -> bool:
 
 Fill = Callable[[list[Any], Sequence[Any]], Any]
 
+#: Dtypes of integers that do not hold every integer param.
+_NARROW = frozenset({torch.uint8, torch.uint16, torch.uint32, torch.int8, torch.int16, torch.int32})
+
+
+def _wrapping(dtype: torch.dtype) -> Callable[[Any], Any]:
+    """Return a function that converts a number as an operator converts a number beside a tensor: integers wrap around."""
+    if dtype not in _NARROW:
+        return lambda value: value
+    least, size = torch.iinfo(dtype).min, 1 << torch.iinfo(dtype).bits
+    return lambda value: (value - least) % size + least
+
 
 def filler(
     value: Attr,
@@ -313,7 +324,11 @@ def filler(
         dtype = typed.get(value.index)
         # fill on the device: copying a number from the host would make the host wait
         if dtype is not None and device is not None:
-            return lambda r, p: torch.full((), p[index], dtype=dtype, device=device)
+            narrow = _wrapping(dtype)
+            return lambda r, p: torch.full((), narrow(p[index]), dtype=dtype, device=device)
+        if dtype in _NARROW:
+            narrow = _wrapping(dtype)
+            return lambda r, p: torch.scalar_tensor(narrow(p[index]), dtype=dtype)
         if dtype is not None:
             return lambda r, p: torch.scalar_tensor(p[index], dtype=dtype)
         return lambda r, p: p[index]

@@ -30,6 +30,7 @@ from wooly.kernels.forms import is_python_number
 from wooly.kernels.host_copies import REAL, tensor_on
 from wooly.kernels.host_values import HostValues, wait_as_cuda
 from wooly.kernels.inference import Inferences
+from wooly.kernels.limits import unusual
 from wooly.kernels.outs import RESIZE_SILENTLY, RESIZED_ON_HOST, ResizeOutError
 from wooly.kernels.overlap import refuse_resize
 from wooly.kernels.plan import CallPlan, PlanBuilder, PlannedCall
@@ -196,6 +197,9 @@ class Generic:
                 if facts.name != "aten.fill_.Scalar" or args[0].dtype is not torch.uint64:
                     raise
                 return run(args[0], args[1] - (1 << 64))  # params are signed: the same 64 bits
+            doubtful = unusual(key, params) if params else ()
+            if doubtful:
+                key.append(doubtful)
             if not buffers:
                 key.append(devices.current)
             signature = tuple(key)
@@ -221,7 +225,7 @@ class Generic:
                     narrow = widening.gap_of(gaps, call)
                     if narrow is not None and widening.is_needed(self._recorder_of(buffers, call)):
                         return widening.compute_wider(facts, narrow, call)
-                planned = self._plan(facts, signature, buffers, args, kwargs, asked)
+                planned = self._plan(facts, signature, buffers, args, kwargs, asked, doubtful)
                 if isinstance(planned, Call):
                     return run(*planned.args, drawn_from=drawn_from, **planned.kwargs)
                 if planned.doubt is not None:
@@ -375,6 +379,7 @@ class Generic:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         flags: tuple[str, ...],
+        doubtful: tuple[int, ...],
     ) -> PlannedCall | Call:
         """Plan a call, and cache its plan.
 
@@ -394,7 +399,7 @@ class Generic:
             self._keep_plan(signature, planned)
             return planned
         try:
-            planned = self._builder.build(facts, call, self._recorder_of(buffers, call), flags)
+            planned = self._builder.build(facts, call, self._recorder_of(buffers, call), flags, doubtful)
         except ResizeOutError as e:
             self._out_sizes[signature] = e.sizes
             self._resize_outs(facts, call, e.sizes, warn=False)  # inference has already warned

@@ -82,8 +82,17 @@ class PlanBuilder:
         self.inferences = Inferences()
         self.trials = Trials(self.inferences)
 
-    def build(self, facts: OpFacts, call: Call, recorder: Recorder, flags: tuple[str, ...]) -> PlannedCall:
-        """Build the plan for a call on the device of `recorder`. `flags` are the flags that the operator follows.
+    def build(
+        self, facts: OpFacts, call: Call, recorder: Recorder, flags: tuple[str, ...], doubtful: tuple[int, ...]
+    ) -> PlannedCall:
+        """Build the plan for a call on the device of `recorder`.
+
+        Args:
+            facts: the operator.
+            call: the arguments.
+            recorder: recorder of the device.
+            flags: the flags that the operator follows.
+            doubtful: what `limits.unusual` says of the numbers.
 
         Raises:
             NotImplementedError: the operator is not in the allow-list, or its result cannot be described in WIS.
@@ -103,7 +112,7 @@ class PlanBuilder:
         with deterministic_off() if mode.warn_only else contextlib.nullcontext():  # the host's kernels may warn, too
             raise_kernel_errors(facts, call)
             fresh, dynamic = self._results(facts, call)
-            doubt = self.trials.attempt(facts, call, recorder)
+            doubt = self.trials.attempt(facts, call, recorder, doubtful)
         alerts = mode.on and alert(facts, call)
         refuse_overlaps(facts, call)
         form, written = form_of(facts, call, fresh, dynamic, mode.on, flags)

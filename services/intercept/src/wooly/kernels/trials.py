@@ -56,12 +56,18 @@ class Trials:
         #: Combinations of operator and dtypes that were tried without an error.
         self._tried: set[tuple[Any, ...]] = set()
 
-    def attempt(self, facts: OpFacts, call: Call, recorder: Recorder) -> Exception | None:
+    def attempt(self, facts: OpFacts, call: Call, recorder: Recorder, doubtful: tuple[int, ...]) -> Exception | None:
         """Find errors that meta kernels do not raise: unsupported dtypes, and invalid arguments that only the kernel checks.
 
         This method runs the call on host tensors of zeros: always if the call is small, otherwise only for the first call of each
         combination of operator and dtypes. It tries calls only if the device is a CPU, because then the executor uses the same
-        library.
+        library. On other devices, a call with doubtful numbers is left to the device.
+
+        Args:
+            facts: the operator.
+            call: the arguments.
+            recorder: recorder of the device.
+            doubtful: what `limits.unusual` says of the numbers.
 
         Returns:
             An error that the zeros may have caused, so that the caller must ask the device at once; None if there is no error.
@@ -71,7 +77,7 @@ class Trials:
         """
         link = recorder.require_link()
         if link.device.get("vendor") != "cpu" or facts.name in INFERRED_ON_HOST:
-            return None
+            return RuntimeError("not tried on the host") if doubtful else None
         if facts.extension:  # native code of others may end this process if values do not fit together
             return None
         if facts.op.overloadpacket.__name__ in _FAIL_ON_ZEROS:
@@ -81,19 +87,22 @@ class Trials:
         found = tensors_of(call)
         if facts.op.overloadpacket.__name__.endswith("_backward") and not all(t.numel() for t in found):
             return None  # some of these kernels divide by the size, and end the process
-        kind = (facts.op, *[t.dtype for t in found], *map(_classes, call.args), *call.kwargs)
+        kind = (facts.op, *[t.dtype for t in found], *map(_classes, call.args), *call.kwargs, doubtful)
         known = kind in self._tried
         elements = sum([t.numel() for t in found])
         limit = None
         if elements > (_TRIAL_LIMIT if known else _TRIAL_LIMIT_NEW):
             shrinkable = torch.Tag.pointwise in facts.op.tags or facts.each_alone
-            if known or not (shrinkable or facts.op.overloadpacket.__name__ in _SHRINKABLE):
+            shrinkable = shrinkable or facts.op.overloadpacket.__name__ in _SHRINKABLE
+            if not doubtful and (
+                known or not shrinkable
+            ):  # smaller tensors find whether a number fits, or the device does
                 return None
             limit = 2
         error = self._error_of(facts, call, limit)
         if error is None and elements:
             self._tried.add(kind)
-        return error if limit is None else None
+        return error if limit is None or doubtful else None
 
     def refuse_shared_memory(self, facts: OpFacts, call: Call) -> None:
         """Check a call whose operands share memory, by running it on host tensors of zeros that share memory in the same way.
