@@ -185,3 +185,33 @@ def test_operator_that_writes_a_list_takes_tensors_of_inference_mode(cuda):
         for _ in range(3):
             torch._foreach_add_(tensors, 1.0)
     assert [t.tolist() for t in tensors] == [[4.0] * 3] * 2
+
+
+def _floats(n, dtype=torch.float32):
+    return torch.arange(1.0, 1 + n).to(dtype)
+
+
+#: Calls on lists of three tensors of which the second one is wrong, and the dtype and the size of this one.
+WRONG_SECOND = {
+    "size": (lambda a, b: torch._foreach_add_(a, b), 3, torch.float32),
+    "dtype": (lambda a, b: torch._foreach_div_(a, b), 2, torch.int64),
+    "number": (lambda a, b: torch._foreach_mul_(a, 2.5), 2, torch.int64),
+    "value of number": (lambda a, b: torch._foreach_pow_(a, -1), 2, torch.int64),
+    "bool": (lambda a, b: torch._foreach_neg_(a), 2, torch.bool),
+    "copy": (lambda a, b: torch._foreach_copy_(a, b), 3, torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_SECOND)
+def test_error_in_list_leaves_what_cuda_leaves(cuda, name):
+    """CUDA's kernels on lists compute such lists tensor by tensor, as the CPU does."""
+    call, size, dtype = WRONG_SECOND[name]
+    for _ in range(2):
+        found = []
+        for device in ("cpu", cuda):
+            written = [_floats(2).to(device), _floats(size, dtype).to(device), _floats(2).to(device)]
+            other = [torch.full((2,), 3.0, device=device) for _ in range(3)]
+            with pytest.raises(RuntimeError) as error:
+                call(written, other)
+            found.append((str(error.value), [t.tolist() for t in written]))
+        assert found[0] == found[1] and found[0][1][0] != [1.0, 2.0] and found[0][1][2] == [1.0, 2.0]

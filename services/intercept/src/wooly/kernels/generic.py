@@ -165,6 +165,7 @@ class Generic:
         n_scalar = len(scalar_at)
         gaps = widening.gaps_of(op)
         passes_undefined = facts.name in PASSING_UNDEFINED
+        in_lists = facts.each_alone and mutable and not facts.out_args
 
         def run(*args: Any, drawn_from: Generator | None = None, **kwargs: Any) -> Any:
             key: list[Any] = [head]
@@ -225,7 +226,14 @@ class Generic:
                     narrow = widening.gap_of(gaps, call)
                     if narrow is not None and widening.is_needed(self._recorder_of(buffers, call)):
                         return widening.compute_wider(facts, narrow, call)
-                planned = self._plan(facts, signature, buffers, args, kwargs, asked, doubtful)
+                try:
+                    planned = self._plan(facts, signature, buffers, args, kwargs, asked, doubtful)
+                except RuntimeError:
+                    if not in_lists:
+                        raise
+                    planned = None
+                if planned is None:  # one of the tensors is wrong: as on CUDA, those before it are written
+                    return redispatch_cpu(op)(*args, **kwargs)
                 if isinstance(planned, Call):
                     return run(*planned.args, drawn_from=drawn_from, **planned.kwargs)
                 if planned.doubt is not None:
@@ -474,7 +482,8 @@ class Generic:
         While a graph is captured, nothing waits, and an error of the call comes with a replay.
 
         If a call fails, the executor drops the content of the buffers that the call writes. So a call that writes its arguments
-        runs on copies of them first; the arguments keep their content if the call fails.
+        runs on copies of them first; the arguments keep their content if the call fails. Of the tensors of a list, those before
+        the wrong one are written, as on CUDA.
         """
         recorder = planned.plan.recorder
         with recorder.lock:
@@ -497,6 +506,8 @@ class Generic:
                 native.forget()
                 if not isinstance(e, RemoteOperationError):
                     raise
+                if facts.each_alone and facts.mutable and not facts.out_args and e.operation == facts.name:
+                    return redispatch_cpu(facts.op)(*args, **kwargs)
                 if planned.doubt is not None and str(planned.doubt) in str(e):
                     raise planned.doubt from None
                 if "not implemented for" in e.message:  # the kernel does not support the dtype
