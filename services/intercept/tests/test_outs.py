@@ -164,6 +164,26 @@ ITERATED = {
     "copysign": lambda x, y, o: torch.copysign(x, y, out=o),
     "where": lambda x, y, o: torch.where(x > 0, x, y, out=o),
     "addcmul": lambda x, y, o: torch.addcmul(x, y, x, out=o),
+    **{
+        name: lambda x, y, o, name=name: getattr(torch._C._nn, name)(x, out=o)
+        for name in (
+            "elu",
+            "gelu",
+            "hardsigmoid",
+            "hardswish",
+            "hardtanh",
+            "leaky_relu",
+            "mish",
+            "softplus",
+            "softshrink",
+        )
+    },
+    "threshold": lambda x, y, o: torch.ops.aten.threshold.out(x, 2.0, 3.0, out=o),
+    "hardtanh_backward": lambda x, y, o: torch.ops.aten.hardtanh_backward.grad_input(x, x, 0, 5, grad_input=o),
+    # These make their result contiguous.
+    "mvlgamma": lambda x, y, o: torch.mvlgamma(x, 1, out=o),
+    "pow of number": lambda x, y, o: torch.pow(0.5, x, out=o),
+    "abs": lambda x, y, o: torch.abs(x.to(torch.complex64), out=o),
 }
 
 
@@ -176,3 +196,39 @@ def test_resized_out_of_permuted_operands_has_their_layout(cuda, name):
         for _ in range(2):
             ours = ITERATED[name](*[t.to(cuda) for t in given], torch.empty(0, device=cuda))
             assert ours.stride() == theirs.stride() and torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("size", [(3,), (2, 3), (1, 3), (1,), (4, 5)])
+@pytest.mark.parametrize("tensor", ["mean", "std", "both"])
+def test_out_of_normal_has_size_and_warning_of_cpu(cuda, tensor, size):
+    found = []
+    for device in ("cpu", cuda, cuda):
+        numbers = [torch.ones(3, device=device) if tensor in (name, "both") else 1.0 for name in ("mean", "std")]
+        out = torch.empty(size, device=device)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            try:
+                torch.normal(*numbers, out=out)
+            except RuntimeError as e:
+                found.append(str(e))
+                continue
+        found.append((out.shape, [str(w.message).partition(" (Triggered")[0] for w in warned]))
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("name", ["tril", "triu"])
+def test_triangles_of_a_batch_into_a_permuted_out_equal_cpu(cuda, name):
+    x = torch.arange(75.0).view(3, 5, 5)
+    out = torch.zeros(5, 5, 3, device=cuda).permute(2, 0, 1)
+    for diagonal in (0, 1, 0):
+        getattr(torch, name)(x.to(cuda), diagonal, out=out)
+        assert out.stride() == (1, 15, 3) and torch.equal(out.cpu(), getattr(torch, name)(x, diagonal))
+
+
+def test_masked_select_into_its_argument_raises_as_on_cuda(cuda):
+    x = torch.arange(4.0, device=cuda)
+    for out in (x, x[1:]):
+        with pytest.raises(RuntimeError, match="some elements of the input tensor and the written-to tensor"):
+            torch.masked_select(x, x > 1, out=out)
+    assert x.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert torch.masked_select(x[2:], x[2:] > 2, out=x[:1]).tolist() == [3.0]

@@ -122,3 +122,28 @@ def test_zeros_for_a_list_may_be_written_to_expanded_tensors(cuda):
     memory, other = torch.ones(3, device=cuda), torch.ones(2, device=cuda)
     torch._foreach_zero_([memory.expand(2, 3), other])
     assert memory.tolist() == [0, 0, 0] and other.tolist() == [0, 0]
+
+
+#: Writes after which all elements at one address have the same value, as functions of a matrix that is expanded to a batch.
+SAME_FOR_ALL = {
+    "threshold_": lambda t: torch.threshold_(t, 2.0, 7.0),
+    "tril_": lambda t: t.tril_(),
+    "triu_": lambda t: t.triu_(1),
+}
+
+
+@pytest.mark.parametrize("name", SAME_FOR_ALL)
+def test_write_of_equal_values_to_expanded_batch_equals_cpu(cuda, name):
+    found = []
+    for device in ("cpu", cuda, cuda):
+        matrix = torch.arange(9.0, device=device).view(3, 3)
+        batch = matrix.expand(4, 3, 3)
+        assert SAME_FOR_ALL[name](batch) is batch
+        found.append((batch.tolist(), matrix.tolist()))
+    assert found[0] == found[1] == found[2] and found[0][1] != list(range(9))
+
+
+def test_triangle_of_expanded_rows_is_refused(cuda):
+    """CUDA's threads write different values to one address there."""
+    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+        torch.ones(3, 1, device=cuda).expand(3, 3).tril_()

@@ -85,7 +85,20 @@ _FACTORIES = (
     aten.kaiser_window.beta,
 )
 #: Operators of which calls can be native although their kernel in Python is not the generic one alone.
-_TEACHABLE = indexing.INDEXED | {"convolution", "native_batch_norm", "linalg_vector_norm", "dot", "vdot", "nansum"}
+_TEACHABLE = indexing.INDEXED | {
+    *(
+        "convolution",
+        "native_batch_norm",
+        "linalg_vector_norm",
+        "dot",
+        "vdot",
+        "nansum",
+        "tril",
+        "tril_",
+        "triu",
+        "triu_",
+    )
+}
 #: Operators on metadata. Their CPU kernels do not access the tensor's memory, so they work for device tensors, too.
 _METADATA = ("is_set_to", "_sparse_broadcast_to")
 
@@ -256,6 +269,10 @@ class RegisteredDevice:
             kernel = backend.unless_empty(kernel)
         if bare == "_addmm_activation":
             kernel = backend.addmm_activation(kernel, self._is_on_cpu)
+        if name in ("tril.out", "triu.out"):
+            kernel = backend.triangular_into(kernel, op)
+        if name in ("tril_", "triu_"):
+            kernel = backend.triangular_in_place(kernel, op)
         if name == "dot":
             kernel = backend.dot(kernel)
         if name == "vdot":

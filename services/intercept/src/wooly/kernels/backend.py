@@ -12,12 +12,14 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined] # public, but
 from wooly import native
 from wooly.devices import mixed_devices
 from wooly.errors import RemoteOperationError
+from wooly.kernels.overlap import overlaps, refuse_common_memory, without_overlap
 from wooly.kernels.schema import Kernel
 from wooly.kernels.sparse.compression import compressed_to_coordinates, rows_to_compressed
 from wooly.kernels.trials import stand_in
 from wooly.recorder import Recorder
 from wooly.storage import span
 from wooly.torch_private import (
+    OpOverload,
     OpOverloadPacket,
     alert_not_deterministic,
     raw_device,
@@ -69,6 +71,8 @@ def masked_select_into(t: Tensor, mask: Tensor, *, out: Tensor) -> Tensor:
         raise RuntimeError("masked_select: expected BoolTensor for mask")
     if out.dtype is not t.dtype:
         raise RuntimeError("masked_select(): self and result must have the same scalar type")
+    for read in (t, mask):
+        refuse_common_memory(out, read)
     return _resized(out, aten.masked_select(t, mask))
 
 
@@ -310,6 +314,31 @@ def addmm_activation(record: Kernel, on_cpu: Callable[[Tensor], bool]) -> Kernel
         if not use_gelu or not on_cpu(a):
             return record(t, a, b, use_gelu=use_gelu, **scales, **into)
         return aten.gelu(aten.addmm(t, a, b, **scales), approximate="tanh", **into)
+
+    return run
+
+
+def triangular_into(record: Kernel, op: OpOverload) -> Kernel:
+    """`aten.tril.out` and `triu.out`. The CPU kernel writes out of bounds if `out` is a batch that is not contiguous."""
+    make = op.overloadpacket.default
+
+    def run(t: Tensor, *args: Any, out: Tensor, **kwargs: Any) -> Tensor:
+        if out.dim() > 2 and out.shape == t.shape and out.dtype is t.dtype and not out.is_contiguous():
+            _require_one_device(t, out)
+            return out.copy_(make(t, *args, **kwargs))
+        return record(t, *args, out=out, **kwargs)  # type: ignore[no-any-return]
+
+    return run
+
+
+def triangular_in_place(record: Kernel, op: OpOverload) -> Kernel:
+    """`aten.tril_` and `triu_`. A matrix that is expanded to a batch is written once. All of the batch get the same values."""
+
+    def run(t: Tensor, *args: Any) -> Tensor:
+        if overlaps(t) and t.dim() > 2 and not overlaps(t[(0,) * (t.dim() - 2)]):
+            op(without_overlap(t), *args)
+            return t
+        return record(t, *args)  # type: ignore[no-any-return]
 
     return run
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wooly.kernels.outs import RESIZE_SILENTLY, RESIZED_ON_HOST, ResizeOutError, check_outs
+from wooly.kernels.outs import BROADCAST_WITH_OUT, RESIZE_SILENTLY, RESIZED_ON_HOST, ResizeOutError, check_outs
 from wooly.kernels.overlap import is_iterated, overlaps
 from wooly.kernels.schema import Call, OpFacts, tensors_of
 from wooly.storage import contiguous_strides, dense_strides
@@ -118,6 +118,8 @@ _CONTIGUOUS = frozenset(
     }
 )
 _ANGLE = "aten.angle.default"
+#: Operators that make a complex result of complex numbers first, and copy its real part to a contiguous `out=`.
+_COMPOSED_OF_COMPLEX = frozenset({"aten.abs.out", "aten.angle.out"})
 
 
 class Inferences:
@@ -176,7 +178,9 @@ def infer(
     args = [_without_data(a, where) for a in call.args]
     kwargs = {k: _without_data(v, where) for k, v in call.kwargs.items()}
     ask_host = facts.name in RESIZED_ON_HOST and not on_host
-    silently = bool(facts.out_args) and (ask_host or facts.op.overloadpacket.__name__ in RESIZE_SILENTLY)
+    silently = bool(facts.out_args) and (
+        ask_host or facts.name == BROADCAST_WITH_OUT or facts.op.overloadpacket.__name__ in RESIZE_SILENTLY
+    )
     try:
         result = _result(facts, args, kwargs, where, silently)
     except NotImplementedError as e:
@@ -198,7 +202,8 @@ def infer(
         except ResizeOutError as e:
             if ask_host and _small(call):
                 return infer(facts, call, counts, on_host=True)
-            if is_iterated(facts) and len(e.sizes) == 1 and not on_host:
+            composed = facts.name in _COMPOSED_OF_COMPLEX and call.args[0].is_complex()
+            if is_iterated(facts) and len(e.sizes) == 1 and not on_host and not composed:
                 ((name, (sizes, strides)),) = e.sizes.items()
                 raise ResizeOutError({name: (sizes, _iterated_strides(call, sizes, strides))}) from None
             raise

@@ -5,11 +5,13 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from wooly import storage
 from wooly.kernels.overlap import refuse_overlap
 from wooly.kernels.schema import SHAPED_BY_SCALARS, Call, OpFacts, unsupported
+from wooly.torch_private import warn_of_resize
 
 #: `out=` arguments to which LAPACK's kernels give a column-major layout when they resize them: always, only if the tensor is
 #: empty, or only if they solve from the left.
@@ -52,6 +54,9 @@ RESIZE_SILENTLY = frozenset(
     }
 )
 
+#: `torch.normal(mean, 1.0, out=out)`, whose result has the broadcast size of the mean and `out`. Its meta kernel ignores `out`.
+BROADCAST_WITH_OUT = "aten.normal.Tensor_float_out"
+
 
 class ResizeOutError(Exception):
     """Internal signal: an `out=` tensor must be resized before the call can be planned."""
@@ -92,8 +97,14 @@ def check_outs(facts: OpFacts, call: Call, metas: dict[str, Any]) -> None:
                 continue  # these operators accept any shape with this number of elements
             if name_of == "arange" and r.numel():
                 _warn_of_rounding(r, m)
-            refuse_overlap(r)
             sizes = tuple(m.shape)
+            if facts.name == BROADCAST_WITH_OUT:
+                sizes = tuple(torch.broadcast_shapes(call.args[0].shape, r.shape))
+                if sizes == tuple(r.shape):
+                    continue
+                warn_of_resize(r, sizes)
+                m = torch.empty(sizes, device="meta")
+            refuse_overlap(r)
             wrong[name] = (sizes, column_major(sizes) if _by_columns(facts, call, name, r) else m.stride())
     if wrong:
         raise ResizeOutError(wrong)

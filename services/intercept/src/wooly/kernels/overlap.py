@@ -13,8 +13,13 @@ from wooly.kernels.schema import Call, OpFacts
 from wooly.storage import span
 from wooly.torch_private import tree_leaves
 
-#: Operators that may write to expanded tensors, because all elements get the same value.
-FILLS = frozenset({"aten.fill_.Scalar", "aten.fill_.Tensor", "aten.zero_.default", "aten._foreach_zero_.default"})
+#: Operators that may write to expanded tensors, because all elements at one address get the same value.
+FILLS = frozenset(
+    {
+        *("aten.fill_.Scalar", "aten.fill_.Tensor", "aten.zero_.default", "aten._foreach_zero_.default"),
+        "aten.threshold_.default",
+    }
+)
 
 
 def overlaps(t: Tensor) -> bool:
@@ -53,13 +58,33 @@ def refuse_partial_overlap(written: Tensor, read: Tensor) -> None:
     Raises:
         RuntimeError: the tensors share some memory, but are not the same. It is ATen's error.
     """
-    if not written.numel() or not (_is_packed(written) and _is_packed(read)):
-        return
-    a, b = int(written.storage_offset()), int(read.storage_offset())
-    begin, end = a * written.element_size(), (a + written.numel()) * written.element_size()
-    first, last = b * read.element_size(), (b + read.numel()) * read.element_size()
-    if begin < last and first < end and ((begin, end) != (first, last) or written.stride() != read.stride()):
+    (begin, end), (first, last) = _range(written), _range(read)
+    if _shares(written, read) and ((begin, end) != (first, last) or written.stride() != read.stride()):
         raise _shared_memory()
+
+
+def refuse_common_memory(written: Tensor, read: Tensor) -> None:
+    """Check a call whose operands may share no memory. ATen compares only tensors without gaps.
+
+    Raises:
+        RuntimeError: the tensors share memory. It is ATen's error.
+    """
+    if _in_one_buffer(written, read) and _shares(written, read):
+        raise _shared_memory()
+
+
+def _range(t: Tensor) -> tuple[int, int]:
+    """The first byte of a tensor without gaps in its storage, and the first byte behind it."""
+    begin = int(t.storage_offset()) * t.element_size()
+    return begin, begin + t.numel() * t.element_size()
+
+
+def _shares(written: Tensor, read: Tensor) -> bool:
+    """Whether two tensors of one storage share bytes. Tensors with gaps are not compared."""
+    if not written.numel() or not (_is_packed(written) and _is_packed(read)):
+        return False
+    (begin, end), (first, last) = _range(written), _range(read)
+    return begin < last and first < end
 
 
 def _shared_memory() -> RuntimeError:
@@ -70,12 +95,21 @@ def _shared_memory() -> RuntimeError:
 
 
 #: Operators of ATen's iterator without the tag of elementwise ones.
-_ITERATED = frozenset({"floor_divide", "where"})
+_ITERATED = frozenset(
+    {
+        *("elu", "floor_divide", "gelu", "gelu_backward", "hardshrink", "hardsigmoid", "hardsigmoid_backward"),
+        *("hardswish", "hardtanh", "hardtanh_backward", "leaky_relu", "log_sigmoid_backward", "mish", "softplus"),
+        *("softplus_backward", "softshrink", "threshold", "threshold_backward", "where"),
+    }
+)
+#: Overloads with that tag that make their result contiguous.
+_CONTIGUOUS = frozenset({"aten.mvlgamma.out", "aten.pow.Scalar_out"})
 
 
 def is_iterated(facts: OpFacts) -> bool:
     """Whether ATen's iterator computes the operator, element by element."""
-    return torch.Tag.pointwise in facts.op.tags or facts.op.overloadpacket.__name__ in _ITERATED
+    tagged = torch.Tag.pointwise in facts.op.tags or facts.op.overloadpacket.__name__ in _ITERATED
+    return tagged and facts.name not in _CONTIGUOUS
 
 
 def refuse_resize(facts: OpFacts, call: Call, sizes: Mapping[str, tuple[int, ...]]) -> None:

@@ -189,14 +189,14 @@ def _check_multinomial(call: Call) -> None:
 
 def _check_normal(call: Call) -> None:
     out = call.kwargs.get("out")
-    if out is not None:  # if only one argument is a tensor, `normal` broadcasts it with `out`
-        given = [a for a in call.args[:2] if isinstance(a, Tensor)]
-        for at in range(-1, -1 - min(given[0].dim(), out.dim()), -1) if len(given) == 1 else ():
-            a, b = given[0].shape[at], out.shape[at]
+    mean, std = call.args[0], call.args[1] if len(call.args) > 1 else None
+    if out is not None and isinstance(mean, Tensor) and not isinstance(std, Tensor):  # broadcasts the mean with `out`
+        for at in range(-1, -1 - min(mean.dim(), out.dim()), -1):
+            a, b = mean.shape[at], out.shape[at]
             if a != b and 1 not in (a, b):
                 raise RuntimeError(
                     f"The size of tensor a ({a}) must match the size of tensor b ({b}) at non-singleton dimension "
-                    f"{max(given[0].dim(), out.dim()) + at}"
+                    f"{max(mean.dim(), out.dim()) + at}"
                 )
 
 
