@@ -77,6 +77,27 @@ def test_program_of_another_session_is_unknown(pair, wis, double):
     assert caught.value.code == "executor.unknown_program"
 
 
+def test_run_of_refused_program_fails_for_the_reason_of_the_refusal_and_keeps_what_it_reads(device, wis):
+    a, v = device.open("a"), wis.at(DType.F32, 4)
+    for buffer in (1, 2, 3):
+        a.make(buffer, 1, 2, 3, 4)
+    body = wis.body().alloc("y", F4).copy("x", v, "y", v)
+    body.call("aten.no_such_operator.default", ("in", "x", v), ("out", "y", v)).free("z")
+    name = a.define(body)
+    with pytest.raises(wis.error, match="allow-list") as first:
+        a.sync()
+    for z, y in ((2, 4), (3, 5)):
+        a.start(name, [{"x": 1, "y": y, "z": z}[slot] for slot in body.names])
+        with pytest.raises(wis.error) as again:
+            a.sync()
+        assert (again.value.code, str(again.value)) == (first.value.code, str(first.value))
+        with pytest.raises(wis.error, match="allow-list"):
+            a.read(y, F4)
+        with pytest.raises(wis.error, match=f"buffer {z} does not exist"):
+            a.read(z, F4)
+    assert a.floats(1, 4) == [1, 2, 3, 4]
+
+
 FAULTS = {
     "unknown-buffer": ("executor.binding", "buffer 99 does not exist"),
     "undefined-program": ("executor.unknown_program", "has not defined"),

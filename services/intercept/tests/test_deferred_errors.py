@@ -191,3 +191,21 @@ def test_number_outside_of_dtype_wraps_around_where_pytorch_lets_it(cuda, dtype)
     ):
         for _ in range(2):
             assert torch.equal(work(host.to(cuda)).cpu(), work(host))
+
+
+def summing(x):
+    return x.expand(1 << 40).sum()
+
+
+def test_program_that_is_refused_names_cause_and_line_each_time(cuda):
+    for _ in range(4):  # from the third time on, the program is known
+        x = torch.ones(1, device=cuda)
+        torch.cuda.synchronize()
+        y = summing(x)
+        with pytest.raises(RemoteOperationError, match="is too much work for one call") as first:
+            y.item()
+        with pytest.raises(RemoteOperationError, match="is too much work for one call") as later:
+            (y + 1).item()
+        for error in (first.value, later.value):
+            assert error.operation == "sum" and f"recorded at {line_of(summing)}" in str(error)
+        assert x.item() == 1

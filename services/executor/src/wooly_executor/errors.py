@@ -39,6 +39,18 @@ class UnknownProgramError(ExecutorError):
     code = "executor.unknown_program"
 
 
+class RefusedProgramError(ExecutorError):
+    """A run names a program whose definition was refused. Code and message are those of the refusal.
+
+    Attributes:
+        instruction: index in the body of the program of the instruction that was refused; None: the whole program.
+    """
+
+    def __init__(self, message: str, code: str, instruction: int | None) -> None:
+        super().__init__(message)
+        self.code, self.instruction = code, instruction
+
+
 class UnknownSourceError(ExecutorError):
     """A program names a kernel source that its session has not sent, or a session has sent too many."""
 

@@ -5,7 +5,7 @@ The device loop's thread owns this module.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from torch import Tensor
 from wooly_wis.frames import Run
@@ -252,21 +252,30 @@ class Runs:
     def _poison(self, session: Session, run: Run, why: str) -> None:
         """Poison the buffers that a failed run should have written, and free the buffers that it should have freed.
 
-        If the program is unknown, all buffers that the run names are poisoned.
+        If nothing is known about the program, all buffers that the run names are poisoned.
         """
-        ready, buffers = session.programs.get(run.digest), session.buffers
+        ready, buffers, refusal = (
+            session.programs.get(run.digest),
+            session.buffers,
+            session.programs.refusal(run.digest),
+        )
+        if ready is not None and len(run.bindings) == len(ready.facts.slot_bytes):
+            freed: Container[int] = {slot for slot, gone in enumerate(ready.facts.slot_freed) if gone}
+            written: Container[int] | None = ready.written
+        elif refusal is not None and refusal.slots is not None and len(run.bindings) == refusal.slots.number:
+            freed, written = refusal.slots.freed, refusal.slots.written
+        else:
+            freed, written = (), None
         if session.cuts is not None:
             session.cuts.changed.update(run.bindings)
-        fits = ready is not None and len(run.bindings) == len(ready.facts.slot_bytes)
         for slot, buffer in enumerate(run.bindings):
-            if ready is not None and fits:
-                if ready.facts.slot_freed[slot]:
-                    self.free(session, [buffer])
-                    continue
-                if slot not in ready.written:
-                    continue
+            if slot in freed:
+                self.free(session, [buffer])
+                continue
+            if written is not None and slot not in written:
+                continue
             known = buffers.get(buffer)
-            if known is None and (len(buffers) >= BUFFERS_KEPT or (not fits and slot >= LOST_AT_ONCE)):
+            if known is None and (len(buffers) >= BUFFERS_KEPT or (written is None and slot >= LOST_AT_ONCE)):
                 continue  # a later read reports that the buffer does not exist
             if known is None:
                 buffers[buffer] = Buffer(0, None, None, why)

@@ -6,15 +6,72 @@ The device loop's thread owns this module; decoder threads call `define` and `ta
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import NamedTuple
 
-from wooly_wis.codec import digest
+from wooly_wis.codec import decode_program, digest
+from wooly_wis.errors import DecodeError
 from wooly_wis.foreign import MAX_SOURCES, MAX_SOURCES_BYTES, Source, decode_source
+from wooly_wis.program import Role
 
-from wooly_executor.errors import UnknownProgramError, UnknownSourceError
+from wooly_executor.errors import (
+    DecodingCancelledError,
+    DecodingTooLongError,
+    ExecutorError,
+    RefusedProgramError,
+    UnknownProgramError,
+    UnknownSourceError,
+)
 from wooly_executor.programs import Author, ProgramStore, ReadyProgram
 
 #: Maximum number of programs that a session may name by digest. The client's limit is lower, and it evicts in the same order.
 PROGRAMS_KEPT = 1100
+#: Maximum number of refused definitions of a session whose reason is kept.
+_REFUSALS_KEPT = 64
+#: Maximum length of such a reason, in characters.
+_LONGEST_REASON = 2000
+
+
+class Slots(NamedTuple):
+    """What a program does with its slots: how many it has, which ones it makes or writes, and which ones it frees."""
+
+    number: int
+    written: frozenset[int]
+    freed: frozenset[int]
+
+
+class Refusal(NamedTuple):
+    """Why a definition was refused.
+
+    Attributes:
+        code: code of the error.
+        message: message of the error.
+        instruction: index in the body of the program of the instruction that was refused; None: the whole program.
+        slots: what the program does with its slots; None: it cannot be decoded.
+    """
+
+    code: str
+    message: str
+    instruction: int | None
+    slots: Slots | None
+
+
+def _slots_of(raw: bytes) -> Slots | None:
+    """What a program that was refused does with its slots, so that a run of it does not cost buffers that it only reads."""
+    try:
+        program = decode_program(raw)
+    except DecodeError:
+        return None
+    written: set[int] = set()
+    freed: set[int] = set()
+    for instruction in program.body:
+        form = program.forms[instruction.form]
+        if form.opcode == "free":
+            freed.update(instruction.slots)
+            continue
+        roles = [operand.role for operand in form.operands]
+        makes = form.opcode == "alloc" or len(roles) != len(instruction.slots)
+        written.update([slot for k, slot in enumerate(instruction.slots) if makes or roles[k] is not Role.IN])
+    return Slots(program.n_slots, frozenset(written), frozenset(freed))
 
 
 class SessionPrograms:
@@ -36,6 +93,7 @@ class SessionPrograms:
     def __init__(self, store: ProgramStore, author: Author, most: int) -> None:
         self._store, self.author, self._most = store, author, most
         self._known: OrderedDict[bytes, ReadyProgram] = OrderedDict()
+        self._refused: OrderedDict[bytes, Refusal] = OrderedDict()
         self._lost = False  # a program was forgotten because of the limit `most`
         self.nbytes = self.held = self.source_bytes = 0
         self.sources: dict[bytes, Source] = {}
@@ -55,10 +113,14 @@ class SessionPrograms:
         """The program with this digest. It becomes the most recently used one.
 
         Raises:
+            RefusedProgramError: its definition was refused.
             UnknownProgramError: the program is unknown or forgotten.
         """
         ready = self._known.get(name)
         if ready is None:
+            refusal = self._refused.get(name)
+            if refusal is not None:
+                raise RefusedProgramError(refusal.message, refusal.code, refusal.instruction)
             raise UnknownProgramError(self._unknown(name))
         self._known.move_to_end(name)
         return ready
@@ -76,11 +138,18 @@ class SessionPrograms:
         """Decode a program's definition, for `keep`. A decoder's thread may call this, because no other frame of the session is
         processed meanwhile.
         """
-        return self._store.define(raw, self.sources, self.author)
+        try:
+            return self._store.define(raw, self.sources, self.author)
+        except (DecodingTooLongError, DecodingCancelledError):
+            raise
+        except (ExecutorError, DecodeError) as e:
+            e.slots = _slots_of(raw)  # type: ignore[union-attr] # travels with the error, to `refuse`
+            raise
 
     def keep(self, ready: ReadyProgram) -> None:
         """Register a program, so that runs may name it."""
         known = self._known
+        self._refused.pop(ready.digest, None)
         if ready.digest not in known:
             self.nbytes += ready.nbytes
             self.held += ready.held
@@ -91,6 +160,18 @@ class SessionPrograms:
             self._lost = self._lost or len(known) <= PROGRAMS_KEPT
             _, gone = known.popitem(last=False)
             self._let_go(gone)
+
+    def refusal(self, name: bytes) -> Refusal | None:
+        """Why the definition of the program with this digest was refused; None: it was not, or long ago."""
+        return self._refused.get(name)
+
+    def refuse(self, raw: bytes, error: ExecutorError | DecodeError) -> None:
+        """Note why a definition was refused: runs that name the program fail for the same reason."""
+        instruction = getattr(error, "instruction", None)
+        slots = getattr(error, "slots", None)
+        self._refused[digest(raw)] = Refusal(error.code, str(error)[:_LONGEST_REASON], instruction, slots)
+        while len(self._refused) > _REFUSALS_KEPT:
+            self._refused.popitem(last=False)
 
     def _let_go(self, gone: ReadyProgram) -> None:
         self.nbytes -= gone.nbytes
@@ -126,5 +207,6 @@ class SessionPrograms:
         for gone in self._known.values():
             self._let_go(gone)
         self._known.clear()
+        self._refused.clear()
         self.sources = {}
         self.source_bytes = 0

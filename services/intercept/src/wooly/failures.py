@@ -43,32 +43,51 @@ class Failures:
     def __init__(self, name_of: Callable[[list[int], int], str]) -> None:
         self._name_of = name_of
         self.inflight: deque[tuple[int, list[int] | str, list[Origin]]] = deque()
+        #: Number of the frame that defines the program of the next run; None: the program was defined before.
+        self._definition: int | None = None
+        #: Numbers of runs, by the number of the frame that defines their program.
+        self._run_of: dict[int, int] = {}
         #: Code, operation and Python line of failures, by message. What needs a result of theirs fails with the same message.
         self._known: dict[str, tuple[str, str | None, str | None]] = {}
+
+    def defined(self, seq: int) -> None:
+        """The definition of the next run's program was sent."""
+        self._definition = seq
 
     def sent(self, seq: int, words: list[int] | str, origins: list[Origin]) -> None:
         """A run was sent."""
         self.inflight.append((seq, words, origins))
+        if self._definition is not None:
+            self._run_of[self._definition], self._definition = seq, None
 
     def prune(self, acked: int) -> None:
         """Forget the origins of old runs up to the frame `acked`."""
         while len(self.inflight) > RUNS_REMEMBERED and self.inflight[0][0] <= acked:
             self.inflight.popleft()
+        self._forget_definitions()
 
     def answered(self, seq: int) -> None:
         """Forget the origins of all runs up to a frame that is answered."""
         while self.inflight and self.inflight[0][0] <= seq:
             self.inflight.popleft()
+        self._forget_definitions()
+
+    def _forget_definitions(self) -> None:
+        """Forget the definitions of the programs of runs that are forgotten."""
+        if self._run_of:
+            first = self.inflight[0][0] if self.inflight else None
+            self._run_of = {} if first is None else {k: run for k, run in self._run_of.items() if run >= first}
 
     def error(self, error: dict[str, Any], seq: int) -> Exception:
         """The exception for an error that an executor reports.
 
         Args:
             error: what the executor says.
-            seq: number of the frame that failed.
+            seq: number of the frame that failed: a run, or the definition of its program.
         """
         message, code = str(error.get("message", "")), str(error.get("code", ""))
         operation = recorded_at = None
+        seq = self._run_of.get(seq, seq)
         for at, words, origins in self.inflight:
             index = error.get("instruction")
             if at == seq and isinstance(index, int) and index < len(origins):

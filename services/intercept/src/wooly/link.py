@@ -331,7 +331,7 @@ class Link:
             self.recovery.define(program)
         if self.log is not None:
             self.log.defined(program)
-        self.send(Kind.DEFINE, program)
+        self._failures.defined(self.send(Kind.DEFINE, program))
 
     def source(self, name: bytes, raw: bytes) -> None:
         """Send the source of foreign kernels to the executor, once per session, before a program refers to it.
