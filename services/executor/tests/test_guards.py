@@ -199,3 +199,22 @@ def test_the_median_of_repeated_elements_reads_only_these(wis, name):
     assert values.tolist() == [5, 300]
     plain = Form("extern", (Operand(Role.IN, wis.at(DType.I64, 2, 3)), *results), (), attrs)
     assert not guards.looks_at_values(guards.guarded(library_call(plain), plain))
+
+
+def test_triangular_factors_of_a_batch_into_results_with_gaps_are_refused(wis):
+    """The library steps through such a result as if its matrices were adjacent, and writes beyond it."""
+    names, lu = ("P", "L", "U"), torch.linalg.lu_factor(torch.rand(2, 3, 3) + torch.eye(3))
+    out = tuple([(name, OperandRef(2 + k)) for k, name in enumerate(names)])
+    attrs = (("args", (OperandRef(0), OperandRef(1))), ("kwargs", out), ("name", "aten.lu_unpack.out"))
+    batch, pivots = wis.at(DType.F32, 2, 3, 3), wis.at(DType.I32, 2, 3)
+
+    def unpack(upper, u):
+        views = [(Role.IN, batch), (Role.IN, pivots), (Role.OUT, batch), (Role.OUT, batch), (Role.OUT, upper)]
+        form = Form("extern", tuple([Operand(role, v) for role, v in views]), (), attrs)
+        call = guards.guarded(library_call(form), form).instead
+        call(*lu, **dict(zip(names, (torch.zeros(2, 3, 3), torch.zeros(2, 3, 3), u), strict=True)))
+        return u
+
+    assert torch.equal(unpack(batch, torch.zeros(2, 3, 3)), torch.lu_unpack(*lu)[2])
+    with pytest.raises(RuntimeError, match="U must be contiguous"):
+        unpack(wis.at(DType.F32, 2, 3, 3, strides=(1, 6, 2)), torch.zeros(3, 3, 2).permute(2, 0, 1))

@@ -1005,3 +1005,12 @@ def test_operator_and_gradient_do_not_wait_for_device(cuda, call):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("exponent", [True, False])
+def test_power_of_bools_with_a_bool_is_bool(cuda, exponent):
+    host = torch.tensor([True, False])
+    for _ in range(2):
+        found = host.to(cuda) ** exponent
+        assert found.dtype is torch.bool and torch.equal(found.cpu(), host**exponent)
+    assert (host.to(cuda) ** 2).dtype is torch.int64

@@ -245,3 +245,15 @@ def test_fused_kernels_take_nested_tensors_with_one_batch_for_all(cuda, kernel):
         torch.testing.assert_close(found.float().cpu(), e.detach(), atol=2e-3, rtol=2e-3)
     for found, p in zip([*query.grad.unbind(), *shared.grad.unbind()], host, strict=True):
         torch.testing.assert_close(found.float().cpu(), p.grad, atol=2e-2, rtol=2e-2)
+
+
+def test_dtypes_that_do_not_fit_together_raise_pytorchs_error(cuda):
+    def error(device, *dtypes):
+        tensors = [torch.ones(1, 2, 4, 4, device=device, dtype=dtype) for dtype in dtypes]
+        with pytest.raises(RuntimeError) as found:
+            torch.nn.functional.scaled_dot_product_attention(*tensors)
+        return str(found.value)
+
+    half, whole, number = torch.float16, torch.float32, torch.int64
+    for dtypes in ((half, whole, half), (half, half, half, number), (whole, torch.bfloat16, whole)):
+        assert error(cuda, *dtypes) == error("cpu", *dtypes)

@@ -65,3 +65,31 @@ def test_gradient_of_distances_between_no_rows_raises_instead_of_ending_the_proc
     torch.nn.functional.pdist(x).sum().backward()
     with pytest.raises(RuntimeError, match="self must have at least 1 row"):
         torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_gradients_of_batch_norm_for_an_empty_batch_are_zeros_as_on_cuda(cuda, training):
+    """The CPU kernel divides by the size of the batch."""
+    x, ones = torch.zeros(0, 3, 4, 4, device=cuda), torch.ones(3, device=cuda)
+    for _ in range(2):
+        for mask in ([True, True, True], [True, False, True]):
+            arguments = (x, x, ones, ones, ones, ones, ones, training, 1e-5, mask)
+            into, weight, bias = torch.ops.aten.native_batch_norm_backward(*arguments)
+            assert into.shape == x.shape and bias.tolist() == [0.0] * 3
+            assert weight is None if not mask[1] else weight.tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("name", ["linalg.lu", "lu_unpack"])
+@pytest.mark.parametrize("shape", [(3, 5, 5), (2, 2, 5, 3)])
+def test_factors_of_a_batch_into_permuted_outs_equal_cpu(cuda, name, shape):
+    """The CPU kernel writes out of bounds."""
+    a = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    arguments = (a,) if name == "linalg.lu" else torch.linalg.lu_factor(a)
+    function = torch.linalg.lu if name == "linalg.lu" else torch.lu_unpack
+    for _ in range(2):
+        expected = function(*arguments)
+        outs = tuple([torch.zeros(t.shape[::-1], device=cuda).permute(*reversed(range(t.dim()))) for t in expected])
+        function(*[t.to(cuda) for t in arguments], out=outs)
+        for out, t in zip(outs, expected, strict=True):
+            assert not out.is_contiguous()
+            torch.testing.assert_close(out.cpu(), t)

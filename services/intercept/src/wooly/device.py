@@ -271,6 +271,8 @@ class RegisteredDevice:
             kernel = backend.addmm_activation(kernel, self._is_on_cpu)
         if name in ("tril.out", "triu.out"):
             kernel = backend.triangular_into(kernel, op)
+        if name in ("linalg_lu.out", "lu_unpack.out"):
+            kernel = backend.triangular_factors_into(kernel, op)
         if name in ("tril_", "triu_"):
             kernel = backend.triangular_in_place(kernel, op)
         if name == "dot":
@@ -286,6 +288,8 @@ class RegisteredDevice:
         if bare == "native_batch_norm":
             training = getattr(aten._native_batch_norm_legit, overload_name(op))
             kernel = layers.batch_norm(kernel, self.generic.kernel(training, teaches=op))
+        if name == "native_batch_norm_backward":
+            kernel = layers.batch_norm_backward(kernel)
         if name in indexing.ON_EXPANDED:
             kernel = indexing.on_expanded(kernel, op, indexing.ON_EXPANDED[name])
         if name in indexing.FILLING:

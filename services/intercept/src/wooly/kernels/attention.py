@@ -391,10 +391,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
     """Raise RuntimeError for calls that PyTorch refuses for every kernel."""
     tensors = (query, key, value)
     if any(t.dtype is not query.dtype for t in tensors):
-        raise RuntimeError(
-            "Expected query, key, and value to have the same dtype, but got query.dtype: "
-            f"{query.dtype} key.dtype: {key.dtype} and value.dtype: {value.dtype} instead."
-        )
+        _refuse_as_library(*tensors)
     if any(t.device != query.device for t in tensors):
         raise RuntimeError(
             "Expected query, key, and value to have the same device type, but got query.device: "
@@ -408,10 +405,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
     if mask is None:
         return
     if mask.dtype not in (torch.bool, torch.float32, query.dtype):
-        raise RuntimeError(
-            "Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: "
-            f"{mask.dtype} and  query.dtype: {query.dtype} instead."
-        )
+        _refuse_as_library(*tensors, mask)
     if causal:
         raise RuntimeError("_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True")
 
@@ -419,3 +413,9 @@ def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
 def _like(t: Tensor, grad: bool) -> Tensor:
     """A host tensor with the same dtype, shape and strides. Its memory is never read or written."""
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu").requires_grad_(grad)
+
+
+def _refuse_as_library(*tensors: Tensor) -> None:
+    """Raise PyTorch's error for dtypes that do not fit together. It has the names of dtypes in C++."""
+    _composed(*[torch.empty([1] * t.dim(), dtype=t.dtype, device="cpu") for t in tensors])
+    raise RuntimeError(f"attention does not take these dtypes together: {[t.dtype for t in tensors]}")

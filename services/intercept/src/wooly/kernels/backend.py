@@ -331,6 +331,25 @@ def triangular_into(record: Kernel, op: OpOverload) -> Kernel:
     return run
 
 
+def triangular_factors_into(record: Kernel, op: OpOverload) -> Kernel:
+    """`aten.linalg_lu.out` and `lu_unpack.out`, whose CPU kernels have the fault of `triangular_into`."""
+    make = op.overloadpacket.default
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        outs = {name: kwargs.pop(name) for name in "PLU"}
+        if all(out.dim() < 3 or out.is_contiguous() for out in (outs["L"], outs["U"])):
+            return record(*args, **kwargs, **outs)
+        _require_one_device(args[0], *outs.values())
+        found = make(*args, **kwargs)
+        if any(out.dtype is not result.dtype for out, result in zip(outs.values(), found, strict=True)):
+            return record(
+                *args, **kwargs, **{name: out.contiguous() for name, out in outs.items()}
+            )  # raises ATen's error
+        return tuple([_resized(out, result) for out, result in zip(outs.values(), found, strict=True)])
+
+    return run
+
+
 def triangular_in_place(record: Kernel, op: OpOverload) -> Kernel:
     """`aten.tril_` and `triu_`. A matrix that is expanded to a batch is written once. All of the batch get the same values."""
 

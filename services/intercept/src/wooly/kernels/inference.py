@@ -164,8 +164,14 @@ def infer(
         if joined is not None:
             counts.on_meta += 1
             return [joined]
-    on_host = on_host or facts.name in INFERRED_ON_HOST or _is_conv3d_channels_last(facts, call)
-    if not on_host and not facts.mutable and _has_loose_strides(facts, call):
+    on_host = (
+        on_host
+        or facts.name in INFERRED_ON_HOST
+        or _is_conv3d_channels_last(facts, call)
+        or _is_bool_power(facts, call)
+    )
+    risky = may_end_process(facts, call)
+    if not on_host and not facts.mutable and not risky and _has_loose_strides(facts, call):
         with contextlib.suppress(Exception):  # such as a division of integers by zeros
             return infer(facts, call, counts, on_host=True)
     where = "cpu" if on_host else "meta"
@@ -189,7 +195,7 @@ def infer(
         raise NoMetaKernelError from e
     except Exception:
         # The host raises the CPU kernel's error. Meta kernels have other error texts, and refuse some calls that the CPU accepts.
-        if on_host or with_scalars or not _small(call):
+        if on_host or with_scalars or risky or not _small(call):
             raise
         if any(_is_host_scalar(t) for t in tree_leaves((call.args, call.kwargs))):
             # Some meta kernels refuse a host tensor. The host is not asked first, because it cannot divide integers by zeros.
@@ -457,6 +463,18 @@ def _is_conv3d_channels_last(facts: OpFacts, call: Call) -> bool:
     if not facts.name.startswith("aten.convolution"):
         return False
     return any(t.dim() == 5 and not t.is_contiguous() for t in tensors_of(call))
+
+
+def _is_bool_power(facts: OpFacts, call: Call) -> bool:
+    """Whether a call is a power of bools with a bool as exponent, which is bool. The meta kernel says int64."""
+    return (
+        facts.name == "aten.pow.Tensor_Scalar" and call.args[0].dtype is torch.bool and isinstance(call.args[1], bool)
+    )
+
+
+def may_end_process(facts: OpFacts, call: Call) -> bool:
+    """Whether a call may end the process that runs it: some kernels of gradients divide by the size of an empty tensor."""
+    return facts.op.overloadpacket.__name__.endswith("_backward") and not all(t.numel() for t in tensors_of(call))
 
 
 def _has_loose_strides(facts: OpFacts, call: Call) -> bool:

@@ -163,6 +163,20 @@ def cross_entropy(
     return call(logits, target, weight, reduction, ignore_index, label_smoothing)  # type: ignore[no-any-return]
 
 
+def batch_norm_backward(record: Kernel) -> Kernel:
+    """`aten.native_batch_norm_backward`. For an empty batch, the gradients are zeros; the CPU kernel ends the process."""
+
+    def run(grad: Tensor, x: Tensor, weight: Tensor | None, *rest: Any, **named: Any) -> Any:
+        if x.numel() or x.dim() < 2:
+            return record(grad, x, weight, *rest, **named)
+        mask = named["output_mask"] if "output_mask" in named else rest[-1]
+        kind = weight.dtype if weight is not None else x.dtype
+        of_channels = [torch.zeros(x.shape[1], dtype=kind, device=x.device) if asked else None for asked in mask[1:]]
+        return (torch.empty_like(x) if mask[0] else None, *of_channels)
+
+    return run
+
+
 @functools.cache
 def _onednn_takes_bfloat16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -26,6 +26,7 @@ def _unpacked(given: Arguments) -> None:
     require(t.dim() >= 2, "LU_data must have at least 2 dimensions")
     if given["unpack_pivots"]:
         require_shape(given, "LU_pivots", [*t.shape[:-2], min(t.shape[-2:])])
+    _factors(given)
 
 
 def _unpacked_values(given: Arguments) -> None:
@@ -69,6 +70,7 @@ def _triangular(given: Arguments) -> None:
 
 
 def _factors(given: Arguments) -> None:
+    """Require that triangular results for a batch are contiguous, as `_triangular`."""
     for name in ("L", "U"):
         t = given.get(name)
         if t is not None and t.dim() > 2:
