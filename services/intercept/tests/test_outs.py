@@ -183,6 +183,7 @@ ITERATED = {
     # These make their result contiguous.
     "mvlgamma": lambda x, y, o: torch.mvlgamma(x, 1, out=o),
     "pow of number": lambda x, y, o: torch.pow(0.5, x, out=o),
+    "addr": lambda x, y, o: torch.addr(x, x[:, 0].contiguous(), x[0].contiguous(), out=o),
     "abs": lambda x, y, o: torch.abs(x.to(torch.complex64), out=o),
 }
 

@@ -118,6 +118,7 @@ _CONTIGUOUS = frozenset(
     }
 )
 _ANGLE = "aten.angle.default"
+_ADDR = "aten.addr.out"
 #: Operators that make a complex result of complex numbers first, and copy its real part to a contiguous `out=`.
 _COMPOSED_OF_COMPLEX = frozenset({"aten.abs.out", "aten.angle.out"})
 
@@ -209,9 +210,9 @@ def infer(
             if ask_host and _small(call):
                 return infer(facts, call, counts, on_host=True)
             composed = facts.name in _COMPOSED_OF_COMPLEX and call.args[0].is_complex()
-            if is_iterated(facts) and len(e.sizes) == 1 and not on_host and not composed:
+            if (is_iterated(facts) or facts.name == _ADDR) and len(e.sizes) == 1 and not on_host and not composed:
                 ((name, (sizes, strides)),) = e.sizes.items()
-                raise ResizeOutError({name: (sizes, _iterated_strides(call, sizes, strides))}) from None
+                raise ResizeOutError({name: (sizes, _iterated_strides(facts, call, sizes, strides))}) from None
             raise
     if facts.mutable and all(name is not None for name in facts.returns_written):
         return []
@@ -331,12 +332,14 @@ def infer_differentiated(
     ]
 
 
-def _iterated_strides(call: Call, sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+def _iterated_strides(facts: OpFacts, call: Call, sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     """Strides that ATen's iterator gives to a new result of these sizes. Meta kernels make a resized `out=` contiguous.
 
     The host's iterator decides by the layouts of the operands, in their order. `strides` are for operands that it does not take.
     """
     read = [t for t in tree_leaves(call.args) if isinstance(t, Tensor)]
+    if facts.name == _ADDR:
+        read = [read[0], read[1][:, None], read[2][None, :]]
     if all(t.is_contiguous() for t in read) or not 1 <= len(read) <= 3 or not _small(call):
         return strides
     first, *others = [torch.empty_strided(t.shape, t.stride(), dtype=torch.int8, device="cpu") for t in read]
