@@ -257,3 +257,25 @@ def test_dtypes_that_do_not_fit_together_raise_pytorchs_error(cuda):
     half, whole, number = torch.float16, torch.float32, torch.int64
     for dtypes in ((half, whole, half), (half, half, half, number), (whole, torch.bfloat16, whole)):
         assert error(cuda, *dtypes) == error("cpu", *dtypes)
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(lambda z: f(z).square().sum())(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](x)[0],
+    "gradient per sample": lambda f, x: torch.func.vmap(torch.func.grad(lambda z: f(z).square().sum()))(x),
+    "vmap": lambda f, x: torch.func.vmap(f)(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented the batching rule")
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_attention_under_function_transforms_equals_cpu(cuda, name, masked):
+    def attend(x):
+        mask = torch.ones(5, 5, dtype=torch.bool, device=x.device).tril() if masked else None
+        return torch.nn.functional.scaled_dot_product_attention(x, x + 1, x * 2, attn_mask=mask)
+
+    x = torch.linspace(-1, 1, 2 * 3 * 5 * 8).view(2, 3, 5, 8)
+    expected = TRANSFORMS[name](attend, x)
+    for _ in range(2):
+        torch.testing.assert_close(TRANSFORMS[name](attend, x.to(cuda)).cpu(), expected)

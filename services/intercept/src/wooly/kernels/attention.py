@@ -412,7 +412,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
 
 def _like(t: Tensor, grad: bool) -> Tensor:
     """A host tensor with the same dtype, shape and strides. Its memory is never read or written."""
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu").requires_grad_(grad)
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu", requires_grad=grad)
 
 
 def _refuse_as_library(*tensors: Tensor) -> None:
