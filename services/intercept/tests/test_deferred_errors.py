@@ -209,3 +209,21 @@ def test_program_that_is_refused_names_cause_and_line_each_time(cuda):
         for error in (first.value, later.value):
             assert error.operation == "sum" and f"recorded at {line_of(summing)}" in str(error)
         assert x.item() == 1
+
+
+def test_number_that_does_not_fit_is_refused_at_call_without_trials(cuda, monkeypatch):
+    """Calls for a GPU are not tried on the host, so the client asks the device."""
+    recorder = device.current().devices.recorders[0]
+    monkeypatch.setitem(recorder.require_link().device, "vendor", "nvidia")
+    t = torch.zeros(5, 3, dtype=torch.uint8, device=cuda)
+    for good, bad in ((2, 300), (2.0, -1.0)):
+        for row in t:  # at each offset
+            row.fill_(good)
+            with pytest.raises(RuntimeError, match="cannot be converted to type uint8_t without overflow"):
+                row.fill_(bad)
+    waits = recorder.require_link().waits.count
+    numbers = torch.zeros(5, dtype=torch.int64, device=cuda)
+    for k in range(5):
+        numbers[k] = -1
+    assert recorder.require_link().waits.count == waits
+    assert numbers.tolist() == [-1] * 5 and t.tolist() == [[2] * 3] * 5

@@ -296,7 +296,8 @@ inline void add_doubts(Signature& s) {
     if (low != 0) {
       found = (least <= x && x <= most) || std::isnan(x) || std::isinf(x) ? 0 : 2;
     } else {
-      found = 0 <= x && x <= most ? 0 : least <= x && x < 0 ? 1 : 2;
+      const bool wraps = least == -most && p.kind == Param::kFloat; // an unsigned dtype takes no negative float
+      found = 0 <= x && x <= most ? 0 : least <= x && x < 0 && !wraps ? 1 : 2;
     }
     any = any || found != 0;
     s.key.push_back(found);

@@ -15,14 +15,18 @@ _UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 #: Per dtype: the smallest number that raises no doubt, the smallest and the largest number of the dtype. A negative number raises
-#: doubt for integers: unsigned dtypes take negative integers (they wrap around), but no negative floats, and integers have no
-#: negative powers. The other dtypes take each number.
+#: doubt for integers, because they have no negative powers. Unsigned dtypes take negative integers, which wrap around, but no
+#: negative floats. The dtypes that are not here take each number.
 _LIMITS: dict[Any, tuple[float, float, float]] = {
     **{dtype: (0, -torch.iinfo(dtype).max, torch.iinfo(dtype).max) for dtype in _UNSIGNED},
     **{dtype: (0, torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in _SIGNED},
     **{dtype: (-torch.finfo(dtype).max, -torch.finfo(dtype).max, torch.finfo(dtype).max) for dtype in _FLOATS},
 }
 _LIMITS[torch.complex64] = _LIMITS[torch.float32]
+
+
+#: A number that does not fit into the dtype.
+UNFIT = 2
 
 
 def unusual(key: list[Any], params: list[Any]) -> tuple[int, ...]:
@@ -33,8 +37,8 @@ def unusual(key: list[Any], params: list[Any]) -> tuple[int, ...]:
         params: the numbers.
 
     Returns:
-        For each number: 0 if it fits, 1 if it is negative and the dtype is one of integers, 2 if it is outside of the dtype's
-        numbers. Empty if all fit, or if the first argument is something else.
+        For each number: 0 if it fits, 1 if it is negative, and fits into the dtype of integers, 2 if it does not fit. Empty if
+        all are 0, or if the first argument is something else.
     """
     dtype = key[1]
     if dtype.__class__ is int:  # the length of a list of tensors
@@ -49,7 +53,11 @@ def unusual(key: list[Any], params: list[Any]) -> tuple[int, ...]:
     else:
         return ()
     if low:
-        found = [0 if least <= x <= most or x != x or x in (inf, -inf) else 2 for x in params]
+        found = [0 if least <= x <= most or x != x or x in (inf, -inf) else UNFIT for x in params]
     else:
-        found = [0 if 0 <= x <= most else 1 if least <= x < 0 else 2 for x in params]
+        wraps = dtype in _UNSIGNED
+        found = [
+            0 if 0 <= x <= most else 1 if least <= x < 0 and not (wraps and x.__class__ is float) else UNFIT
+            for x in params
+        ]
     return tuple(found) if any(found) else ()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from wooly.kernels.inference import INFERRED_ON_HOST, Inferences, call_operator, may_end_process, seen_as
+from wooly.kernels.limits import UNFIT
 from wooly.kernels.schema import Call, OpFacts, tensors_of
 from wooly.recorder import Recorder
 from wooly.torch_private import raw_device
@@ -61,7 +62,7 @@ class Trials:
 
         This method runs the call on host tensors of zeros: always if the call is small, otherwise only for the first call of each
         combination of operator and dtypes. It tries calls only if the device is a CPU, because then the executor uses the same
-        library. On other devices, a call with doubtful numbers is left to the device.
+        library. On other devices, a call with a number that does not fit is left to the device.
 
         Args:
             facts: the operator.
@@ -77,7 +78,7 @@ class Trials:
         """
         link = recorder.require_link()
         if link.device.get("vendor") != "cpu" or facts.name in INFERRED_ON_HOST:
-            return RuntimeError("not tried on the host") if doubtful else None
+            return RuntimeError("not tried on the host") if UNFIT in doubtful else None
         if facts.extension:  # native code of others may end this process if values do not fit together
             return None
         if facts.op.overloadpacket.__name__ in _FAIL_ON_ZEROS:
