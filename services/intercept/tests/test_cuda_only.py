@@ -142,3 +142,26 @@ def test_lu_without_pivoting_has_gradients_and_outs(cuda):
     torch.testing.assert_close(outs[1] @ outs[2], t)
     with pytest.raises(NotImplementedError, match="Half"):
         torch.linalg.lu_factor(t.half(), pivot=False)
+
+
+@pytest.mark.parametrize("limit", [3.0, 1e9, 65510.0, -1e9])
+def test_limits_that_half_precision_does_not_hold_are_taken(cuda, limit):
+    """CUDA compares in float32; the CPU's kernels refuse these limits."""
+    host = torch.tensor([-torch.inf, -65504, -2, 0, 2, 65504, torch.inf, torch.nan], dtype=torch.float16)
+    x = host.to(cuda)
+    calls = (
+        *(lambda t: t.clamp(max=limit), lambda t: t.clamp_min(limit), lambda t: t.clamp(-1e9, limit)),
+        *(
+            lambda t: F.hardtanh(t, -1e9, abs(limit)),
+            lambda t: t.clone().clamp_(min=limit),
+            lambda t: t.clamp_max(limit),
+        ),
+        lambda t: torch.clamp(t, limit, 1e9, out=torch.empty_like(t)),
+    )
+    for call in calls:
+        for _ in range(2):
+            assert call(x).dtype is torch.float16
+            torch.testing.assert_close(call(x).cpu(), call(host.float()).half(), rtol=0, atol=0, equal_nan=True)
+    leaf = x.clone().requires_grad_()
+    leaf.clamp(-1e9, 1e9).sum().backward()
+    assert leaf.grad[1:-2].tolist() == [1.0] * 5

@@ -269,6 +269,8 @@ class RegisteredDevice:
             kernel = backend.unless_empty(kernel)
         if bare == "_addmm_activation":
             kernel = backend.addmm_activation(kernel, self._is_on_cpu)
+        if bare in backend.LIMITED:
+            kernel = backend.limited(kernel)
         if name in ("tril.out", "triu.out"):
             kernel = backend.triangular_into(kernel, op)
         if name in ("linalg_lu.out", "lu_unpack.out"):

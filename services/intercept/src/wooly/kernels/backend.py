@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -358,6 +359,32 @@ def triangular_in_place(record: Kernel, op: OpOverload) -> Kernel:
             op(without_overlap(t), *args)
             return t
         return record(t, *args)  # type: ignore[no-any-return]
+
+    return run
+
+
+#: Operators with limits, which CUDA compares in float32 if the elements are of half precision.
+LIMITED = frozenset({"clamp", "clamp_", "clamp_max", "clamp_max_", "clamp_min", "clamp_min_", "hardtanh", "hardtanh_"})
+_LARGEST_HALF = torch.finfo(torch.float16).max
+#: From this number on, a number becomes infinite in half precision.
+_INFINITE_HALF = 65520
+
+
+def limited(record: Kernel) -> Kernel:
+    """Wrap an operator of `LIMITED`. The CPU's kernels refuse limits that half precision does not hold; CUDA's take them.
+
+    The result is the same with a limit that is rounded to half precision, because rounding keeps the order of numbers.
+    """
+
+    def rounded(limit: Any) -> Any:
+        if not isinstance(limit, (int, float)) or not abs(limit) > _LARGEST_HALF:
+            return limit
+        return math.copysign(math.inf if abs(limit) >= _INFINITE_HALF else _LARGEST_HALF, limit)
+
+    def run(t: Tensor, *limits: Any, **named: Any) -> Any:
+        if t.dtype is torch.float16:
+            limits, named = tuple(map(rounded, limits)), {name: rounded(a) for name, a in named.items()}
+        return record(t, *limits, **named)
 
     return run
 
