@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from wooly import api
+from wooly import api, device
 
 INDICES = torch.tensor([[0, 1, 1, 2], [2, 0, 2, 2]])
 VALUES = torch.tensor([3.0, 4.0, 5.0, 6.0])
@@ -85,8 +85,8 @@ CALLS = {
     "over number": lambda d: coo(d) / 3,
     "over number rounded": lambda d: torch.div(coo(d), 2.0, rounding_mode="floor"),
     "times dense": lambda d: coo(d) * DENSE.to(d),
-    "add": lambda d: coo(d) + coo(d),
-    "add of another dtype in place": lambda d: coo(d, torch.uint8).add_(coo(d, torch.int8)),
+    "add": lambda d: (coo(d) + coo(d)).coalesce(),
+    "add of another dtype in place": lambda d: coo(d, torch.uint8).add_(coo(d, torch.int8)).coalesce(),
     "add to dense": lambda d: DENSE.to(d) + coo(d),
     "sum": lambda d: torch.sparse.sum(coo(d)),
     "sum over dimension": lambda d: torch.sparse.sum(coo(d), 0),
@@ -102,6 +102,39 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_sparse_operator_equals_cpu(cuda, call):
     assert_same(call(cuda), call("cpu"))
+
+
+def waits():
+    return device.current().devices.recorders[0].require_link().waits.count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64])
+def test_sum_of_sparse_tensors_has_the_elements_of_both_and_does_not_wait(cuda, dtype):
+    """CUDA's kernel joins them, so that gradients are accumulated without a wait."""
+    indices, values = torch.tensor([[7, 1, 3]], device=cuda), torch.tensor([1, 2, 3], dtype=dtype, device=cuda)
+    a, b = (torch.sparse_coo_tensor(indices, values * k, (10,)) for k in (1, 2))
+    before = waits()
+    added, subtracted, kept = a + b, torch.sub(a, b, alpha=2), a.clone()
+    kept += b
+    assert waits() == before
+    for found, factor in ((added, 2), (kept, 2), (subtracted, -4)):
+        assert found._indices().tolist() == [[7, 1, 3, 7, 1, 3]] and not found.is_coalesced() and found.dtype is dtype
+        assert found._values().tolist() == [1, 2, 3, factor, 2 * factor, 3 * factor]
+    small = torch.sparse_coo_tensor(indices[:, :2] % 2, values[:2], (2,))
+    assert (small + small)._nnz() == 1  # more elements than places: they are added
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_sparse_gradients_of_an_embedding_accumulate_as_on_cuda(cuda, dtype):
+    embedding = torch.nn.Embedding(10, 3, sparse=True, device=cuda, dtype=dtype)
+    words = torch.tensor([7, 1, 3], device=cuda)
+    for _ in range(2):
+        embedding(words).sum().backward()
+    grad = embedding.weight.grad
+    assert grad._indices().tolist() == [[7, 1, 3, 7, 1, 3]] and torch.equal(
+        grad._values().cpu(), torch.ones(6, 3, dtype=dtype)
+    )
+    assert torch.equal(grad.to_dense()[words].cpu(), torch.full((3, 3), 2.0, dtype=dtype))
 
 
 @st.composite

@@ -198,9 +198,11 @@ class SparseCalls:
             raise RuntimeError(
                 f"result type {_name(result.dtype)} can't be cast to the desired output type {_name(target.dtype)}"
             )
-        target.copy_(
-            result if result.dtype is target.dtype else _with_values(result, components(result)[1].to(target.dtype))
-        )
+        if result.dtype is not target.dtype:
+            if result.layout is torch.sparse_coo:
+                result = result.coalesce()  # as on CUDA: sums are rounded, not their terms
+            result = _with_values(result, components(result)[1].to(target.dtype))
+        target.copy_(result)
         return target
 
 
@@ -231,9 +233,10 @@ def _coo(indices: Tensor, values: Tensor, size: tuple[int, ...], coalesced: bool
 
 
 def _summed(packet: str, record: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel of a sum or difference. CUDA adds sparse tensors in float16, and the CPU does not: they are added in float32.
+    """The kernel of a sum or difference. Like CUDA, it joins the elements of two COO tensors, so that nothing waits.
 
-    PyTorch adds each compressed tensor to itself, also those whose layouts it cannot add: the indices stay.
+    CUDA adds sparse tensors in float16, and the CPU does not: if not all is joined, they are added in float32. PyTorch adds each
+    compressed tensor to itself, also those whose layouts it cannot add: the indices stay.
     """
     add = getattr(torch, packet)
 
@@ -243,11 +246,42 @@ def _summed(packet: str, record: Callable[..., Any]) -> Callable[..., Any]:
         if a is b and is_sparse(a) and a.layout is not torch.sparse_coo:
             values = components(a)[1]
             return _with_values(a, add(values, values, **kwargs))
-        if not (is_sparse(a) and is_sparse(b)) or torch.result_type(a, b) is not torch.float16:
+        if not (is_sparse(a) and is_sparse(b)):
+            return record(a, b, **kwargs)
+        alpha = kwargs.get("alpha", 1)
+        if _can_be_joined(a, b, alpha):
+            return _joined(a, b, alpha if packet == "add" else -alpha)
+        if torch.result_type(a, b) is not torch.float16:
             return record(a, b, **kwargs)
         return record(a.float(), b.float(), **kwargs).half()
 
     return run
+
+
+def _can_be_joined(a: Tensor, b: Tensor, alpha: Any) -> bool:
+    """Whether the sum of two tensors has the elements of both."""
+    return (
+        a.layout is b.layout is torch.sparse_coo
+        and a.shape == b.shape
+        and raw_device(a) == raw_device(b)
+        and a.sparse_dim() == b.sparse_dim()
+        and a._nnz() > 0 < b._nnz()
+        and torch.bool not in (a.dtype, b.dtype)
+        and (
+            isinstance(alpha, int) or a.is_floating_point() or b.is_floating_point() or a.is_complex() or b.is_complex()
+        )
+    )
+
+
+def _joined(a: Tensor, b: Tensor, factor: Any) -> Tensor:
+    """`a` + `factor` * `b` as the elements of both, which are not added yet, unless there are more than the tensor has places."""
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    (ours,), values = components(a)
+    (theirs,), added = components(b)
+    added = added.to(dtype)
+    joined = torch.cat([values.to(dtype), added if factor == 1 else added.mul(factor)])
+    result = _coo(torch.cat([ours, theirs], 1), joined, tuple(a.shape), coalesced=False)
+    return result if result._nnz() <= a.numel() else result.coalesce()
 
 
 def _widened(op: OpOverload, record: Callable[..., Any]) -> Callable[..., Any]:
