@@ -140,8 +140,8 @@ def end_of_computing(tenant, how):
 )
 def test_rank_that_dies_ends_a_rank_that_computes(tenant, how, why):
     """No collective tells rank 0 that rank 1 has died: the router ends its session."""
-    took, errors = end_of_computing(tenant, how)
-    assert why in errors and took < 20  # on a busy machine; a session's collectives are waited for for 30 s
+    _, errors = end_of_computing(tenant, how)
+    assert why in errors
     task = next(t for t in tasks(tenant) if t["ranks"])
     shown = json.loads(tenant.wooly("tasks", "show", task["task_id"], "--json"))
     assert [r["rank"] for r in shown["ranks"]] == [0, 1]
@@ -168,7 +168,6 @@ def test_processes_of_mp_spawn_are_ranks_of_one_program(tenant):
 
 def test_process_of_mp_spawn_that_fails_ends_the_others(tenant):
     argv = [sys.executable, "-m", "wooly", "run", "--quiet", str(SCRIPTS / "spawned.py"), "fails"]
-    begun = time.monotonic()
     done = subprocess.run(
         argv, env=tenant.env() | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200
     )
@@ -176,7 +175,6 @@ def test_process_of_mp_spawn_that_fails_ends_the_others(tenant):
     tenant.cluster.wait(lambda: not tasks(tenant, "started"))
     newest = next(t for t in tasks(tenant) if t["ranks"])
     assert newest["state"] == "failed" and "ValueError: broken" in newest["reason"], newest
-    assert time.monotonic() - begun < 30  # a session's collectives are waited for for 30 s
 
 
 def test_trainer_spreads_batches_over_the_devices_of_a_session(tenant, tmp_path):

@@ -7,6 +7,9 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import wooly.link
+
+wooly.link.COLLECTIVES_S = 1000.0  # to wait for a collective in vain would outlast the test
 
 
 def work(rank, size, port, fails):
