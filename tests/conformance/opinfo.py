@@ -87,8 +87,29 @@ UNDEFINED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empt
 NAMED = {id(op) for op in op_db if op.op is getattr(torch, op.name, None)}
 
 
+#: Operators that CUDA computes in float32 if their arguments are narrower, so that results are rounded once.
+ROUNDED_ONCE = {"grid_sampler_2d", "grid_sampler_3d", "nn.functional.grid_sample"}
+
+
 def function_of(op):
-    return getattr(torch, op.name) if id(op) in NAMED else op.op
+    function = getattr(torch, op.name) if id(op) in NAMED else op.op
+    return rounded_once(function) if op.name in ROUNDED_ONCE else function
+
+
+def rounded_once(function):
+    """A function that computes half precision on the CPU as CUDA does: in float32."""
+
+    def run(first, *args, **kwargs):
+        if first.device.type != "cpu" or first.dtype not in (torch.float16, torch.bfloat16):
+            return function(first, *args, **kwargs)
+
+        def wide(a):
+            return a.float() if isinstance(a, torch.Tensor) and a.dtype is first.dtype else a
+
+        found = function(wide(first), *tree_map(wide, args), **tree_map(wide, kwargs))
+        return tree_map(lambda t: t.to(first.dtype) if isinstance(t, torch.Tensor) else t, found)
+
+    return run
 
 
 def key(op):

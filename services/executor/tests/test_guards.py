@@ -87,6 +87,23 @@ def test_gradient_of_sampling_with_another_shape_is_refused(dims):
             law.shapes(fitting | {name: t})
 
 
+def test_strided_weight_of_group_norm_is_refused_where_the_library_would_read_it():
+    op, law, weight = torch.ops.aten.native_group_norm.default, guards.LAWS["native_group_norm"], torch.ones(8)[::2]
+    names = [a.name for a in op._schema.arguments]
+    for shape, layout in (((2, 4, 3), torch.contiguous_format), ((2, 4, 3, 3), torch.channels_last)):
+        whole = torch.ones(shape).to(memory_format=layout)
+        for other in ((weight, None), (None, weight)):
+            with pytest.raises(RuntimeError, match="must be contiguous"):
+                law.shapes(dict(zip(names, (whole, *other), strict=False)))
+    given = torch.ones(3, 4, 2).permute(2, 1, 0), weight, None, 2, 4, 3, 2, 1e-5
+    law.shapes(dict(zip(names, given, strict=True)))
+    with pytest.raises(RuntimeError, match=r"Expected X.is_contiguous\(memory_format\)"):
+        op(*given)
+    given = torch.ones(0, 4, 3), weight, None, 0, 4, 3, 2, 1e-5
+    law.shapes(dict(zip(names, given, strict=True)))
+    assert op(*given)[0].shape == (0, 4, 3)
+
+
 @pytest.mark.parametrize(
     ("op", "values", "gradient"),
     [

@@ -155,6 +155,13 @@ def test_efficient_attention_of_a_batch_equals_masked_attention(cuda, mask_type,
     assert out.is_contiguous() and torch.autograd.grad(out.sum(), q)[0].abs().sum() > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex64], ids=str)
+def test_dtypes_that_efficient_attention_lacks_are_refused(cuda, dtype):
+    q = torch.ones(1, 3, 2, 8, device=cuda).to(dtype)
+    with pytest.raises(RuntimeError, match="Only fp32, half & bf16 supported at the moment"):
+        aten._efficient_attention_forward(q, q, q, None, None, None, None, None, 0.0, 0)
+
+
 def test_dropout_of_flash_attention_is_the_debug_masks(cuda):
     q, k, v = three(cuda, 2, 4, 5, 8, keys=(2, 2, 7, 8))
     out, *_, mask = aten._scaled_dot_product_flash_attention(q, k, v, 0.4, False, True)

@@ -18,7 +18,7 @@ def varlen():
     return varlen
 
 
-def packed(device, lengths, heads, dtype=torch.float32):
+def packed(device, lengths, heads, dtype=torch.float16):
     g = torch.Generator().manual_seed(sum(lengths) + heads)
     return torch.randn(sum(lengths), heads, 8, generator=g).to(device, dtype).requires_grad_()
 
@@ -52,26 +52,26 @@ def test_outputs_and_gradients_equal_attention_over_each_sequence(cuda, varlen, 
     for device in ("cpu", cuda):
         leaves = [packed(device, QUERIES, heads), packed(device, KEYS, 2), packed(device, KEYS, 2)]
         if device == "cpu":
-            out = expected(*leaves, QUERIES, KEYS, window)
+            out = expected(*[t.float() for t in leaves], QUERIES, KEYS, window).half()
         else:
             places = [offsets(device, n) for n in (QUERIES, KEYS)]
             out = varlen.varlen_attn(*leaves, *places, 5, 6, window_size=window, enable_gqa=heads > 2)
         out.square().sum().backward()
         found.append([t.detach().cpu() for t in (out, *[t.grad for t in leaves])])
     for a, b in zip(*found, strict=True):
-        assert torch.allclose(a, b, atol=1e-5)
+        assert torch.allclose(a, b, rtol=2e-3, atol=5e-3)
 
 
 def test_the_sums_of_the_scores_are_returned(cuda, varlen):
     q, places = packed(cuda, QUERIES, 2).detach(), offsets(cuda, QUERIES)
     _, sums = varlen.varlen_attn(q, q, q, places, places, 5, 5, return_aux=varlen.AuxRequest(lse=True))
-    parts = [t.transpose(0, 1) for t in q.cpu().split(QUERIES)]
+    parts = [t.transpose(0, 1) for t in q.float().cpu().split(QUERIES)]
     scores = [(t @ t.transpose(1, 2) / 8**0.5).logsumexp(2) for t in parts]
     assert torch.allclose(sums.cpu(), torch.cat(scores, 1), atol=1e-5)
 
 
 def test_half_precision_and_a_limit_of_used_keys(cuda, varlen):
-    q, k = packed(cuda, QUERIES, 2, torch.float16).detach(), packed(cuda, KEYS, 2, torch.float16).detach()
+    q, k = packed(cuda, QUERIES, 2).detach(), packed(cuda, KEYS, 2).detach()
     used = torch.tensor([2, 5, 1], dtype=torch.int32, device=cuda)
     out = varlen.varlen_attn(q, k, k, offsets(cuda, QUERIES), offsets(cuda, KEYS), 5, 6, seqused_k=used)
     assert out.dtype is torch.float16
@@ -90,3 +90,17 @@ def test_pages_of_keys_are_refused_with_a_reason(cuda, varlen):
             seqused_k=places[1:],
             block_table=torch.zeros(3, 1, dtype=torch.int32),
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.complex64], ids=str)
+def test_dtypes_that_cudas_kernel_lacks_are_refused(cuda, varlen, dtype):
+    q, places = packed(cuda, QUERIES, 2).detach().to(dtype), offsets(cuda, QUERIES)
+    with pytest.raises(RuntimeError, match="FlashAttention only support fp16 and bf16 data type"):
+        varlen.varlen_attn(q, q, q, places, places, 5, 5)
+
+
+def test_keys_and_values_of_another_dtype_are_refused(cuda, varlen):
+    q, places = packed(cuda, QUERIES, 2).detach(), offsets(cuda, QUERIES)
+    for name, key, value in (("key", q.float(), q), ("value", q, q.bfloat16())):
+        with pytest.raises(RuntimeError, match=f"query and {name} must have the same dtype"):
+            varlen.varlen_attn(q, key, value, places, places, 5, 5)

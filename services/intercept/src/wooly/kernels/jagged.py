@@ -15,6 +15,9 @@ from wooly.torch_private import jagged_attention
 
 _Window = tuple[int | None, int | None]
 
+#: The dtypes of CUDA's flash attention.
+_HALVES = (torch.float16, torch.bfloat16)
+
 #: Values of `custom_mask_type`: no mask, causal from the first, and from the last position of each sequence.
 _NONE, _FROM_FIRST = 0, 1
 #: The logarithms of the sums are padded to a multiple of this number of rows.
@@ -47,8 +50,10 @@ def efficient_attention(
 
     Raises:
         NotImplementedError: the call has a window or lengths of keys, or a bias for sequences of different lengths.
-        RuntimeError: only one of the sides has offsets, or their greatest length is not given.
+        RuntimeError: CUDA's kernel lacks the dtype; only one of the sides has offsets, or their greatest length is not given.
     """
+    if query.dtype not in (torch.float32, *_HALVES):
+        raise RuntimeError("Only fp32, half & bf16 supported at the moment")
     if seqlen_k is not None or window_size is not None:
         raise NotImplementedError(
             "aten._efficient_attention_forward on the wooly device takes no seqlen_k or window_size; give a bias"
@@ -210,7 +215,13 @@ def flash_attention(
 
     Raises:
         NotImplementedError: the call has dropout, slopes, or pages of keys.
+        RuntimeError: CUDA's kernel lacks the dtypes.
     """
+    if query.dtype not in _HALVES:
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+    for name, other in (("key", key), ("value", value)):
+        if other.dtype is not query.dtype:
+            raise RuntimeError(f"query and {name} must have the same dtype")
     if dropout_p or return_debug_mask or alibi_slopes is not None or block_table is not None:
         raise NotImplementedError(
             "aten._flash_attention_forward on the wooly device takes no dropout, alibi_slopes or block_table; use "

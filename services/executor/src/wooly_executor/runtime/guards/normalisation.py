@@ -23,6 +23,7 @@ from wooly_executor.runtime.guards.law import (
 from wooly_executor.runtime.torch_private import OpOverload, schema_of
 
 aten = torch.ops.aten
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def _channels(given: Arguments) -> int:
@@ -68,7 +69,13 @@ def _layer_norm_backward(given: Arguments) -> None:
 
 
 def _group_norm(given: Arguments) -> None:
-    """Require that weight and bias are contiguous. The library checks their shapes."""
+    """Require that weight and bias are contiguous, unless the library refuses the input first, or has nothing to compute.
+
+    It checks all shapes.
+    """
+    layouts = (torch.contiguous_format, _CHANNELS_LAST.get(given["input"].dim(), torch.contiguous_format))
+    if not given["input"].numel() or not any(given["input"].is_contiguous(memory_format=m) for m in layouts):
+        return
     for name in ("weight", "bias"):
         if given[name] is not None:
             require_contiguous(name, given[name])
