@@ -85,8 +85,10 @@ _FACTORIES = (
     aten.kaiser_window.beta,
 )
 #: Operators of which calls can be native although their kernel in Python is not the generic one alone.
-_TEACHABLE = indexing.INDEXED | {
-    *(
+_TEACHABLE = (
+    indexing.INDEXED
+    | backend.LIMITED
+    | {
         "convolution",
         "native_batch_norm",
         "linalg_vector_norm",
@@ -97,8 +99,8 @@ _TEACHABLE = indexing.INDEXED | {
         "tril_",
         "triu",
         "triu_",
-    )
-}
+    }
+)
 #: Operators on metadata. Their CPU kernels do not access the tensor's memory, so they work for device tensors, too.
 _METADATA = ("is_set_to", "_sparse_broadcast_to")
 

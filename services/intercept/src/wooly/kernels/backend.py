@@ -383,7 +383,10 @@ def limited(record: Kernel) -> Kernel:
 
     def run(t: Tensor, *limits: Any, **named: Any) -> Any:
         if t.dtype is torch.float16:
+            given, given_by_name = limits, named
             limits, named = tuple(map(rounded, limits)), {name: rounded(a) for name, a in named.items()}
+            if native.module is not None and (limits != given or named != given_by_name):
+                native.module.disarm()  # calls with such limits must come here
         return record(t, *limits, **named)
 
     return run
