@@ -579,15 +579,15 @@ class Part(NamedTuple):
         """Return the segment as a step of a program. `sizes`: the program's sizes at the open places."""
         function, registers, memory, takes_memory, fills, fixed, places, made, made_memory, *_ = self
         unread, unread_memory, gone, gone_memory = self.unread, self.unread_memory, self.gone, self.gone_memory
-        owner, n = self.owner, len(made)
+        owner, n, frees_first = self.owner, len(made), bool(unread or unread_memory)
         last = (*fixed, *[sizes[place] for place in places])
 
         def run(f: Any) -> None:
             r = f.registers
-            if unread:
+            if frees_first:
                 scatter(r, unread, repeat(None))
-            for i in unread_memory:
-                f.bases[i] = None
+                for i in unread_memory:
+                    f.bases[i] = None
             try:
                 if fills or takes_memory:
                     p = f.params
