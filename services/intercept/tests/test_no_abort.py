@@ -93,3 +93,13 @@ def test_factors_of_a_batch_into_permuted_outs_equal_cpu(cuda, name, shape):
         for out, t in zip(outs, expected, strict=True):
             assert not out.is_contiguous()
             torch.testing.assert_close(out.cpu(), t)
+
+
+def test_gradient_of_empty_pooling_raises_the_cpus_error(cuda):
+    errors = []
+    for device in ("cpu", cuda):
+        x = torch.ones(1, 4, 5, 5, device=device, requires_grad=True)
+        with pytest.raises(RuntimeError) as error:
+            torch.nn.functional.adaptive_avg_pool2d(x, 0).sum().backward()
+        errors.append(str(error.value))
+    assert errors[0] == errors[1] and "but grad_output has sizes" in errors[0]

@@ -103,6 +103,9 @@ _WEIGHT_NORM = "aten._weight_norm_interface.default"
 #: Gradients whose meta kernels also make those that the argument `output_mask` does not ask for.
 _MASKED = frozenset({"aten.native_batch_norm_backward.default", "aten.batch_norm_backward.default"})
 
+#: Gradients whose CPU kernels divide by the size of a tensor.
+_DIVIDING = frozenset({"native_batch_norm_backward", "batch_norm_backward"})
+
 #: Operators that return a result and its statistics.
 _NORMS = frozenset({"aten.native_layer_norm.default", "aten.native_group_norm.default"})
 
@@ -171,7 +174,7 @@ def infer(
         or _is_conv3d_channels_last(facts, call)
         or _is_bool_power(facts, call)
     )
-    risky = may_end_process(facts, call)
+    risky = _may_end_process(facts, call)
     if not on_host and not facts.mutable and not risky and _has_loose_strides(facts, call):
         with contextlib.suppress(Exception):  # such as a division of integers by zeros
             return infer(facts, call, counts, on_host=True)
@@ -475,9 +478,9 @@ def _is_bool_power(facts: OpFacts, call: Call) -> bool:
     )
 
 
-def may_end_process(facts: OpFacts, call: Call) -> bool:
-    """Whether a call may end the process that runs it: some kernels of gradients divide by the size of an empty tensor."""
-    return facts.op.overloadpacket.__name__.endswith("_backward") and not all(t.numel() for t in tensors_of(call))
+def _may_end_process(facts: OpFacts, call: Call) -> bool:
+    """Whether a call may end the process that runs it: these kernels divide by the size of an empty tensor."""
+    return facts.op.overloadpacket.__name__ in _DIVIDING and not all(t.numel() for t in tensors_of(call))
 
 
 def _has_loose_strides(facts: OpFacts, call: Call) -> bool:
