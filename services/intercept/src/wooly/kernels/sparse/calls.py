@@ -265,12 +265,17 @@ def _can_be_joined(a: Tensor, b: Tensor, alpha: Any) -> bool:
         and a.shape == b.shape
         and raw_device(a) == raw_device(b)
         and a.sparse_dim() == b.sparse_dim()
-        and a._nnz() > 0 < b._nnz()
+        and _elements(a) > 0 < _elements(b)
         and torch.bool not in (a.dtype, b.dtype)
         and (
             isinstance(alpha, int) or a.is_floating_point() or b.is_floating_point() or a.is_complex() or b.is_complex()
         )
     )
+
+
+def _elements(t: Tensor) -> int:
+    """Number of elements of a COO tensor."""
+    return int(components(t)[0][0].shape[1])
 
 
 def _joined(a: Tensor, b: Tensor, factor: Any) -> Tensor:
@@ -281,7 +286,7 @@ def _joined(a: Tensor, b: Tensor, factor: Any) -> Tensor:
     added = added.to(dtype)
     joined = torch.cat([values.to(dtype), added if factor == 1 else added.mul(factor)])
     result = _coo(torch.cat([ours, theirs], 1), joined, tuple(a.shape), coalesced=False)
-    return result if result._nnz() <= a.numel() else result.coalesce()
+    return result if _elements(result) <= a.numel() else result.coalesce()
 
 
 def _widened(op: OpOverload, record: Callable[..., Any]) -> Callable[..., Any]:
