@@ -472,6 +472,23 @@ async def test_lapse_keeps_session_whose_silent_client_is_connected(rig):
         assert executor.closed == [(name, "the session's lease lapsed")]
 
 
+@pytest.mark.on_both
+@pytest.mark.parametrize("then", ["connected", "closed", "silent"])
+async def test_lapse_waits_for_an_executor_that_has_not_spoken_since_the_lease_was_over(rig, then):
+    """Its last heartbeat is from before it could know that the client is late."""
+    async with rig("a") as r:
+        name, executor = (await r.open()).session_id, r.executors[0]
+        r.clock.now += 8.5
+        await r.actor.on_heartbeat(executor.heartbeat(sessions=(name,)))
+        r.clock.now += 1
+        assert await r.actor.lapse() == 0
+        r.clock.now += 1 if then != "silent" else 5
+        if then != "silent":
+            late = (name,) if then == "connected" else ()
+            await r.actor.on_heartbeat(executor.heartbeat(sessions=(name,), late=late))
+        assert await r.actor.lapse() == (then != "connected")
+
+
 async def test_lapse_does_not_trust_the_last_word_of_a_silent_executor(rig):
     async with rig("a") as r:
         name = (await r.open()).session_id

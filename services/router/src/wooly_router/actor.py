@@ -635,11 +635,18 @@ class RouterActor:
     async def _keeps_silent(self, record: TaskRecord, now: float) -> bool:
         """Keep a session whose client is silent, as long as its connections to all executors are open. They say how long.
 
-        A rank is not kept, because the other ranks wait for it.
+        Executors that have said nothing since the lease was over are waited for: their heartbeats may come late, and a router
+        that has just started has heard none. A rank is not kept, because the other ranks wait for it.
         """
         if record.state != "started" or record.gang.task_id or not record.parts:
             return False
-        if not all(self.registry.late(part.executor_id, record.id, now) for part in record.parts):
+        lease = await self.world.tasks.lease(record.id)
+        if lease is None:
+            return False
+        executors = [part.executor_id for part in record.parts]
+        if any(self._may_speak(name, lease.lease_until, now) for name in executors):
+            return True
+        if not all(self.registry.late(name, record.id, now) for name in executors):
             return False
         async with self.world.database.writing() as s:
             await self.world.tasks.keep_lease(s, record.id, now + self.settings.lease_s)
@@ -647,6 +654,12 @@ class RouterActor:
             await self.world.tasks.note(record.id, SILENT, now)
         self._silent[record.id] = self._silent.get(record.id, (now, now))[0], now
         return True
+
+    def _may_speak(self, executor_id: str, since: float, now: float) -> bool:
+        """Whether an executor has not been heard since a time, but is not lost."""
+        heard = self.registry.heard(executor_id) or 0.0
+        silent_s = now - max(heard, self._started)
+        return heard <= since and silent_s <= LOST_AFTER_S and not self.registry.ended(executor_id)
 
     async def reconcile(self) -> int:
         """End sessions that one of their executors does not have (after a restart), or whose executor is lost.
