@@ -37,6 +37,8 @@ _LISTS = {
 }
 #: The interpreter's types of params.
 _NUMBERS = {ParamKind.F64: "float", ParamKind.I64: "int", ParamKind.BOOL: "bool"}
+#: Memory, in bytes, from which a segment frees what it does not read before it allocates: less stays in the caches in any case.
+EARLY_FROM = 32 << 10
 _NUMBER = re.compile(r"-?\d+(\.\d+)?(e-\d+)?")
 _FAILED = re.compile(r"^ *%(\w+) : .*\n *~+ <--- HERE", re.MULTILINE)
 
@@ -201,6 +203,7 @@ class Segment:
         self._open, self._open_given = open_places, list[tuple[str, str, Place]]()
         self._at = self._sizes = 0
         self._freed: set[str] = set()
+        self._unread_bytes = 0
         self._zeros = False
         self._flags: tuple[str, ...] | None = None
         self._threads = Threads.ANY
@@ -239,8 +242,10 @@ class Segment:
     def _add(self, step: Trace, at: int) -> None:
         if isinstance(step, Free):
             self._freed.update([*map(register_name, step.registers), *map(memory_name, step.slots)])
-            read = self._outside.keys()  # what no step reads is freed before the segment runs
+            read, mine = self._outside.keys(), self._inside.keys()
             self.nbytes += sum([nbytes for names, nbytes in step.held if not read.isdisjoint(names)])
+            others = [n for names, n in step.held if read.isdisjoint(names) and mine.isdisjoint(names)]
+            self._unread_bytes += sum(others)  # freed before the segment runs, if it is worth a step
         elif isinstance(step, Make):
             size, dtype, none = self._ints([-(-step.nbytes // step.dtype.itemsize)]), step.dtype, self._none()
             where = none if step.device is None else self._give_fixed("Device", step.device)
@@ -512,7 +517,9 @@ class Segment:
         if wrong:
             return None, wrong
         freed = [n for n in self._freed if n not in self._inside]
-        unread, gone = [n for n in freed if n not in self._outside], [n for n in freed if n in self._outside]
+        early = self._unread_bytes >= EARLY_FROM
+        unread = [n for n in freed if early and n not in self._outside]
+        gone = [n for n in freed if not early or n in self._outside]
         return Part(
             function,
             picker(_numbers(outside, "r")),
