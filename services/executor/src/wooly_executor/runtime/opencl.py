@@ -492,10 +492,8 @@ class _ByWork:
             self._until_trial = TRIED_EVERY
         elif expected <= TRIED_UP_TO_NS:
             here = expected <= self._waited.get(size, 0)
-            counts = self._until_trial not in (
-                0,
-                TRIED_EVERY,
-            )  # the first launch of a trial, and the first one after it
+            # not the first launch of a trial, and not the first one after it
+            counts = self._until_trial not in (0, TRIED_EVERY)
             self._until_trial -= 1
             if self._until_trial == -1:
                 self._trial_here = not here

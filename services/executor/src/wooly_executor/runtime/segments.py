@@ -37,7 +37,8 @@ _LISTS = {
 }
 #: The interpreter's types of params.
 _NUMBERS = {ParamKind.F64: "float", ParamKind.I64: "int", ParamKind.BOOL: "bool"}
-#: Memory, in bytes, from which a segment frees what it does not read before it allocates: less stays in the caches in any case.
+#: Minimum number of bytes for which a segment frees memory before it begins. It does so only with memory that it does not read.
+#: To free it costs a step; smaller memory is freed at the end of the segment.
 EARLY_FROM = 32 << 10
 _NUMBER = re.compile(r"-?\d+(\.\d+)?(e-\d+)?")
 _FAILED = re.compile(r"^ *%(\w+) : .*\n *~+ <--- HERE", re.MULTILINE)
