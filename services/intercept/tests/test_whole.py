@@ -123,7 +123,7 @@ def test_attention_of_no_elements_is_empty(cuda, shape):
     assert y.shape == x.grad.shape == shape
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "attention, mask with gradient", "smoothed labels"])
+@pytest.mark.parametrize("name", ["attention, mask with gradient", "smoothed labels"])
 def test_operator_forward_and_backward_are_one_instruction_each(cuda, recorded, name):
     function, shapes = CALLS[name]
     inputs = leaves(*shapes, where=cuda)
@@ -133,6 +133,32 @@ def test_operator_forward_and_backward_are_one_instruction_each(cuda, recorded, 
     grads, backward = recorded(lambda: torch.autograd.grad(y, inputs, seed))
     assert len(forward) == len(backward) == 1
     del grads
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"])
+def test_small_operator_decomposes_for_gradients_on_a_cpu_and_is_one_instruction_on_a_gpu(
+    cuda, recorded, monkeypatch, name
+):
+    def call(x, w):
+        if name == "rms_norm":
+            return F.rms_norm(x, (8,), w[0])
+        rows = w.repeat({"lstm_cell": 4, "gru_cell": 3}.get(name, 1), 1)
+        result = getattr(torch, name)(x, (x, x) if name == "lstm_cell" else x, rows, rows)
+        return result[0] if name == "lstm_cell" else result
+
+    x, w = inputs = leaves((3, 8), (8, 8), where=cuda)
+    on_host = leaves((3, 8), (8, 8))
+    expected = torch.autograd.grad(call(*on_host).sum(), on_host)
+
+    def gradients():
+        return torch.autograd.grad(call(x, w).sum(), inputs)
+
+    found, parts = recorded(gradients)
+    assert parts and not any(name in part for part in parts)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
+    connection = device.current().recorder.link.connection
+    monkeypatch.setattr(connection, "device", connection.device | {"vendor": "nvidia"})
+    assert sum(name in part for part in recorded(gradients)[1]) == 2
 
 
 @pytest.mark.parametrize("make", [nn.GRU, nn.RNN, nn.LSTM])

@@ -465,8 +465,15 @@ class Generic:
 
     def generator_of(self, tensors: Iterable[Tensor]) -> Generator:
         """The generator of the device of the first device tensor; without device tensors, of the current device."""
+        return self._recorder_at(tensors).generator
+
+    def on_cpu(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether the executor of the device of the first device tensor computes on a CPU."""
+        return self._recorder_at(tensors).require_link().device.get("vendor") == "cpu"
+
+    def _recorder_at(self, tensors: Iterable[Tensor]) -> Recorder:
         found = (d.index for d in map(raw_device, tensors) if d.type == NAME)
-        return self._devices.recorders[next(found, self._devices.current)].generator
+        return self._devices.recorders[next(found, self._devices.current)]
 
     def _confirm(
         self,

@@ -1,8 +1,9 @@
 """Records operators as one instruction that PyTorch would decompose, with one more instruction for all gradients.
 
 The backward is the `vjp` of the same operator: the executor runs the operator's forward again with autograd, and computes the
-gradients from that graph. So the gradients equal those of the library bit for bit. The second forward costs less than the dozens
-of instructions into which the operator decomposes. Calls with tangents (forward-mode AD) decompose.
+gradients from that graph. So the gradients equal those of the library bit for bit. For large operators, the second forward costs
+less than the dozens of instructions into which the operator decomposes. Cells of recurrent networks and `rms_norm` decompose if
+gradients are wanted from an executor on a CPU (`SMALL`). Calls with tangents (forward-mode AD) decompose, too.
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ WHOLE = (
     aten.rnn_relu_cell.default,
 )
 
+#: Operators of these that decompose on CPUs if gradients are wanted: there, an instruction costs less than its share of a second
+#: forward (training steps of cells take 0.6 of the time). On GPUs they are few fused kernels.
+SMALL = (aten.rms_norm.default, *cells.COMPOSED)
+
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 #: How arguments were flattened: for each, the length of its list, or None; and the names of those that are keywords.
@@ -74,6 +79,7 @@ class Whole:
         self.takes_host_tensor = self._host_at is not None
         self.random = torch.Tag.nondeterministic_seeded in op.tags
         self._op = op
+        self._on_cpu = generic.on_cpu if op in SMALL else None
 
     def drops(self, args: tuple[Any, ...]) -> bool:
         """Whether a call uses dropout."""
@@ -110,6 +116,8 @@ class Whole:
             tensors = [a for a in leaves if isinstance(a, Tensor)]
         if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
             return self.record(*args, **kwargs)
+        if self._on_cpu is not None and self._on_cpu(tensors):
+            return self.decompose(*args, **kwargs)
         return _WholeCall.apply(self, spec, *leaves)  # type: ignore[no-untyped-call]
 
 
