@@ -7,6 +7,7 @@ import torch
 from wooly import device
 from wooly import recorder as recorder_module
 from wooly.origins import origin
+from wooly.program_limits import SHORT, ProgramLimits
 from wooly.recorder import ATTENTION, FIRST_PROGRAM_LIMIT
 from wooly_wis.codec import decode_program
 from wooly_wis.program import Role
@@ -28,8 +29,9 @@ def sent(cuda, monkeypatch):
 
 
 @pytest.mark.parametrize(("layers", "hidden"), [(1, 7), (3, 11), (9, 13), (40, 17)])
-def test_flush_loop_repeats_same_programs(cuda, sent, layers, hidden):
+def test_flush_loop_repeats_same_programs(cuda, sent, monkeypatch, layers, hidden):
     """The training loop has no sync. Its length in instructions is not a divisor or multiple of the program limit."""
+    monkeypatch.setattr(device.current().devices.recorders[0], "_limits", ProgramLimits(SHORT))
     torch.manual_seed(0)
     sizes = [hidden + k for k in range(layers + 1)]
     model = torch.nn.Sequential(*[torch.nn.Linear(n, m) for n, m in pairwise(sizes)]).to(cuda)
@@ -43,9 +45,8 @@ def test_flush_loop_repeats_same_programs(cuda, sent, layers, hidden):
         optimizer.step()
         per_step.append(sum(n for _, n in sent) - before)
     period = sum(per_step[20:]) / 20
-    limit = device.current().devices.recorders[0].limit
     steady = [name for name, _ in sent[len(sent) // 2 :]]
-    assert len(set(steady)) <= period // (limit // 2) + 1, (len(set(steady)), len(steady), period)
+    assert len(set(steady)) <= period // (SHORT // 2) + 1, (len(set(steady)), len(steady), period)
 
 
 def test_flush_after_timer_cut_keeps_end_forms(cuda, sent):
@@ -87,7 +88,7 @@ def test_flush_end_form_does_not_split_short_program(cuda, sent):
 
     step()
     (whole,) = step()
-    assert recorder.limit // 2 < whole < recorder.limit
+    assert SHORT // 2 < whole < SHORT
     recorder._end_forms.update(f for f, known in enumerate(recorder.forms.known) if "cat" in known.name)
     parts = step()
     assert (
@@ -114,22 +115,42 @@ def test_flush_end_form_does_not_split_short_programs_of_growing_shapes(cuda, se
 
     step(1000)
     (whole,) = step(1001)
-    assert recorder.limit // 2 < whole < recorder.limit
+    assert SHORT // 2 < whole < SHORT
     recorder._end_forms.update(f for f, known in enumerate(recorder.forms.known) if known.name == "cos")
     taught = [step(size) for size in range(1002, 1006)]
     assert len(taught[0]) == 2 and taught[1:] == [[whole]] * 3, taught
 
 
 def test_flush_program_stays_within_limit(cuda, sent):
-    limit = device.current().devices.recorders[0].limit
     x = torch.ones(3, device=cuda)
-    for _ in range(3 * limit):
+    for _ in range(6 * SHORT):
         x = x + 1
-    assert x.tolist() == [1.0 + 3 * limit] * 3
+    assert x.tolist() == [1.0 + 6 * SHORT] * 3
     lengths = [n for _, n in sent]
     assert lengths[0] in range(FIRST_PROGRAM_LIMIT, FIRST_PROGRAM_LIMIT + 3)  # the executor was idle
-    assert max(lengths) <= limit + 2  # one operator may add its alloc, itself, and a free
-    assert min(lengths[1:-1]) >= limit // 2
+    assert max(lengths) <= SHORT + 2  # one operator may add its alloc, itself, and a free
+    assert min(lengths[1:-1]) >= SHORT // 2
+
+
+def test_flush_programs_of_a_loop_become_longer_when_all_are_known(cuda, sent, monkeypatch):
+    recorder = device.current().devices.recorders[0]
+    monkeypatch.setattr(recorder, "try_flush", lambda: None)  # the timer cuts programs at other points each time
+    recorder.set_limit(recorder.limit)
+    x = torch.ones(3, device=cuda)
+
+    def turn(steps=2 * recorder.limit):
+        before, y = len(sent), x
+        for k in range(steps):
+            y = y + x if k % 8 else y * 1
+        assert y.tolist() == [1.0 + steps - steps // 8] * 3
+        return sent[before:]
+
+    for _ in range(30):
+        turn()
+    names, lengths = zip(*turn(), strict=True)
+    assert max(lengths) > recorder.limit // 2 and max(lengths) <= recorder.limit + 2
+    assert lengths[0] < 2 * FIRST_PROGRAM_LIMIT and lengths[1] <= SHORT + 2  # the executor was idle
+    assert turn() == list(zip(names, lengths, strict=True))
 
 
 def test_flush_many_freed_buffers_need_several_runs(cuda, monkeypatch):

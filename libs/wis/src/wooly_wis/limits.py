@@ -1,7 +1,7 @@
 """Limits on the input of WIS readers. A reader's memory and time grow with each of these counts, so each count has a limit.
 
-The clients' recorder stays below the limits: a program has 128 instructions by default, at most 4,096, or at most 32,768 for a
-graph of `torch.compile`. The program also frees the buffers that died since the previous program.
+The clients' recorder stays below the limits: a program has up to 512 instructions by default, at most 4,096, or at most 32,768
+for a graph of `torch.compile`. The program also frees the buffers that died since the previous program.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def attach(
     token: str,
     *,
     more: Sequence[Part] = (),
-    flush_instructions: int = 128,
+    flush_instructions: int = 512,
     flush_interval_s: float = 0.005,
     executor_id: str = "",
     node: str = "",

@@ -26,6 +26,7 @@ from wooly.interned_forms import Forms, InternedForm
 from wooly.lazy_clones import LazyClones
 from wooly.native import ProgramFields
 from wooly.origins import Origin, origin
+from wooly.program_limits import ProgramLimits
 from wooly.python_private import unlock_after_fork
 from wooly.rng import Generator
 from wooly.storage import ID_MASK, NO_LIMIT, Heap
@@ -258,16 +259,18 @@ class Recorder(ProgramFields):
         self.programs = 0
         self._forms = forms.known
         self._end_forms: set[int] = set()
-        #: `_closed_at_end_form`: the program that an end form closed last. `_kept_whole`: programs that an end form must not
-        #: close, because the instructions after them would have fitted into the same program.
+        #: `_closed_at_end_form`: the program that an end form closed last, and its limit. `_kept_whole`: programs that an end
+        #: form must not close, because the instructions after them would have fitted into the same program.
         self._closed_at_end_form: Outline | None = None
+        self._limit_at_end_form = 0
         self._kept_whole: set[Outline] = set()
         self._without_end_form = 0
         self.early_reads = EarlyReads(self._writes_of, self._extent_of)
         self.read_early: Callable[[Recorder, int, EarlyRead], bool] | None = None
         self._early: EarlyRead | None = None
+        self._limits = ProgramLimits(limit)
         self._limit_without_early = limit
-        self._set_open_limit(limit)
+        self._set_open_limit(self._limits.next)
         self._mark: Mark | None = None
         self._deferred: list[Callable[[Link], None]] = []
         self._sent: OrderedDict[bytes, SentProgram] = OrderedDict()
@@ -370,9 +373,9 @@ class Recorder(ProgramFields):
         In a loop, the programs of all iterations should be equal. Then the client sends only the digest, and the executor has
         prepared the program already. So the recorder closes programs at the same points of the loop, at *end forms*:
 
-        - A program that has more than half of `limit` instructions is closed after the next instruction whose form is an end
-          form.
-        - A program that reaches `limit` without an end form is closed there. The rarest form in its second half becomes an end
+        - A program that has more than half of its limit of instructions is closed after the next instruction whose form is an
+          end form.
+        - A program that reaches its limit without an end form is closed there. The rarest form in its second half becomes an end
           form, unless the program was sent before.
         - After the timer has cut a program, the next `PROGRAMS_WITHOUT_END_FORM` programs add no end forms. The position of a
           timer cut depends on the speed of the machine, so these programs do not repeat, and end forms for them would make the
@@ -393,7 +396,7 @@ class Recorder(ProgramFields):
             self.room = count + 1
             return
         if count >= self._open_limit:
-            if self._open_limit == self.limit and form not in self._end_forms:
+            if self._open_limit == self._limits.next and form not in self._end_forms:
                 if self._without_end_form:
                     self._without_end_form -= 1
                 elif array("I", self.words).tobytes() not in self._sent:  # equal programs need no end form
@@ -404,8 +407,9 @@ class Recorder(ProgramFields):
             if outline in self._kept_whole:
                 self.room = self._open_limit
             else:
+                limit = self._open_limit
                 self.flush()
-                self._closed_at_end_form = outline
+                self._closed_at_end_form, self._limit_at_end_form = outline, limit
 
     def _close_early(self, early: EarlyRead, count: int) -> bool:
         """Close the open program and read a value, if the program is as predicted. Returns whether `close_if_due` is done."""
@@ -461,7 +465,8 @@ class Recorder(ProgramFields):
         """The script has got a value that was read early, at this Python line. The open program was sent before."""
         if not (self.recording or self.replaced):
             self._early = self.early_reads.used((id(where[0]), where[1]))
-            self._set_open_limit(self.limit)
+            self._limits.waited()
+            self._set_open_limit(self._limits.next)
 
     def _add_end_form(self) -> None:
         words, known, at = self.words, self._forms, 0
@@ -485,7 +490,7 @@ class Recorder(ProgramFields):
     def _set_open_limit(self, most: int) -> None:
         """Set the maximum number of instructions of the open program. A prediction (`_close_early`) may make it shorter."""
         self._limit_without_early = self._open_limit = most
-        self.room = most if most < self.limit else most // 2 or 1
+        self.room = most if most < self._limits.next else most // 2 or 1
         early = self._early
         if early is not None:
             self._open_limit = min(most, early.count)
@@ -578,7 +583,7 @@ class Recorder(ProgramFields):
                 raise
         mark, send_later = self._mark, self._deferred
         cut, self._closed_at_end_form = self._closed_at_end_form, None
-        if cut is not None and cut[1] + len(self.origins) <= self.limit:
+        if cut is not None and cut[1] + len(self.origins) <= self._limit_at_end_form:
             if len(self._kept_whole) >= MAX_END_FORMS:
                 self._kept_whole.clear()
             self._kept_whole.add(cut)
@@ -710,9 +715,11 @@ class Recorder(ProgramFields):
     def set_limit(self, limit: int) -> None:
         """Set the maximum number of instructions per program. Until the next flush, end forms do not close the program."""
         self.limit = self._open_limit = self.room = limit
+        self._limits = ProgramLimits(limit)
 
     def idle(self) -> None:
-        """Make the next program short, because the device is idle and should get work soon."""
+        """Make the next programs short, because the device is idle and should get work soon."""
+        self._limits.waited()
         self._set_open_limit(min(FIRST_PROGRAM_LIMIT, self.limit))
 
     def replay(self, work: Work, bind: list[int], params: list[float | int], frees: list[int]) -> None:
@@ -793,6 +800,7 @@ class Recorder(ProgramFields):
         reply: bool,
     ) -> int:
         sent = self._sent.get(key)
+        self._limits.sent(len(work.origins), known=sent is not None)
         if sent is None:
             sent = self._sent[key] = self._define(link, work.words)
             if len(self._sent) > PROGRAMS_KEPT:
@@ -830,7 +838,7 @@ class Recorder(ProgramFields):
         self._deferred = []
         self.after_replay = False
         self.generation += 1
-        self._set_open_limit(self.limit)
+        self._set_open_limit(self._limits.next)
 
     def _define(self, link: Link, recorded: list[int]) -> SentProgram:
         """Encode a program and send its definition. Returns its digest and the packer of its params."""

@@ -592,6 +592,8 @@ class Generic:
             recorder.separate([buffers[w] for w in plan.written])  # a failed run must not take the copies with it
         if sync_debug.mode:
             sync_debug.note()
+        if recorder.open:
+            recorder.require_link().hold()
         recorder.flush()
         recorder.params = own
         ids = [heap.reserve_id() for _ in range(facts.n_returns)]
@@ -599,6 +601,7 @@ class Generic:
             recorder.emit(plan.form, buffers + ids, where)
             recorder.flush(reply=True)
             answer = recorder.require_link().result()
+            recorder.idle()
         except BaseException:  # the run failed, or a signal handler ended the wait: no tensor will own these buffers
             heap.dead += ids
             raise

@@ -32,7 +32,7 @@ _MAX_READS, _MAX_READ_BYTES = 2, 256
 #: Maximum number of instructions that are computed for one value.
 _MAX_STEPS = 48
 #: Maximum number of words of programs that are searched for what computed a value. The search takes about 0.1 us for each.
-_MOST_WORDS = 400
+_MOST_WORDS = 2048
 #: Number of words up to which programs are searched whatever their last instruction is.
 _FEW_WORDS = 48
 #: Number of programs whose parts are kept: an open and a sent one of two devices.
