@@ -416,7 +416,7 @@ def test_failed_segment_keeps_what_earlier_instructions_have_computed(wis, monke
         right = run(*single, good)[1]
         assert [run(*hot, good)[1] for _ in range(3)] == [right] * 3 and len(hot[1].hot) == segments
         (failed, expected), (outcome, found) = run(*single, bad), run(*hot, bad)
-    assert outcome.failed_at == failed.failed_at and outcome.error in failed.error
+    assert (outcome.failed_at, outcome.error) == (failed.failed_at, failed.error)
     assert {n for n in found if found[n] == outcome.error} == lost | {"partly", "behind"}
     assert {n for n in expected if expected[n] == failed.error} == {"partly", "behind"}
     assert all(found[n] == expected[n] for n in found.keys() - lost - {"partly", "behind"})

@@ -165,3 +165,20 @@ def test_limits_that_half_precision_does_not_hold_are_taken(cuda, limit):
     leaf = x.clone().requires_grad_()
     leaf.clamp(-1e9, 1e9).sum().backward()
     assert leaf.grad[1:-2].tolist() == [1.0] * 5
+
+
+def test_complex_limits_of_clamp_must_be_real(cuda):
+    """The error is CUDA's, which names the type of the elements. The CPU's kernel has another type in it."""
+    x = torch.tensor([-2.0, 0.5, 3.0], device=cuda)
+    for _ in range(2):
+        assert x.clamp(0, 1 + 0j).tolist() == [0.0, 0.5, 1.0]
+        for call in (
+            lambda: x.clamp(1j),
+            lambda: x.clamp(max=1 + 1j),
+            lambda: x.clamp(0.1, 1j),
+            lambda: x.clone().clamp_(1j),
+        ):
+            with pytest.raises(RuntimeError, match="cannot be converted to type float without overflow"):
+                call()
+    with pytest.raises(NotImplementedError, match="clamp is not supported for complex types"):
+        x.int().clamp(1j)

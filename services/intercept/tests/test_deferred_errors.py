@@ -150,6 +150,10 @@ def test_write_to_a_part_that_the_device_refuses_raises_at_each_call(cuda):
 
 #: Calls with a number, a number that they accept, and one that they refuse because of its value.
 NUMBERS = {
+    "renorm": (lambda t: t[:, None], lambda t, n: t.renorm(2, 0, n), 2.0, -1.0),
+    "renorm_ with a power": (lambda t: t[:, None], lambda t, n: t.renorm_(n, 0, 2), 2.0, -1.0),
+    "softshrink": (lambda t: t, torch.nn.functional.softshrink, 2.0, -1.0),
+    "softshrink, NaN": (lambda t: t.double(), torch.nn.functional.softshrink, 2.0, float("nan")),
     "fill_": (lambda t: t.byte(), lambda t, n: t.fill_(n), 2, 300),
     "fill_ of float": (lambda t: t.byte(), lambda t, n: t.fill_(n), 2.0, -1.0),
     "setitem": (lambda t: t.byte(), lambda t, n: t.__setitem__(0, n), 2.0, -1.0),

@@ -77,6 +77,10 @@ def test_gradients_of_batch_norm_for_an_empty_batch_are_zeros_as_on_cuda(cuda, t
             into, weight, bias = torch.ops.aten.native_batch_norm_backward(*arguments)
             assert into.shape == x.shape and bias.tolist() == [0.0] * 3
             assert weight is None if not mask[1] else weight.tolist() == [0.0] * 3
+            found = torch.ops.aten.batch_norm_backward(*arguments, torch.empty(0, dtype=torch.uint8, device=cuda))
+            assert [None if t is None else t.tolist() for t in found] == [
+                None if t is None else t.tolist() for t in (into, weight, bias)
+            ]
 
 
 @pytest.mark.parametrize("name", ["linalg.lu", "lu_unpack"])

@@ -144,7 +144,7 @@ class ReferenceRuntime(TorchCpuRuntime):
                 return
             except Exception as e:
                 outcome.failed_at = index
-                plain = isinstance(e, (RuntimeError, OperationError, PoisonedError))
+                plain = isinstance(e, (RuntimeError, IndexError, ValueError, OperationError, PoisonedError))
                 outcome.error = str(e) if plain else f"{type(e).__name__}: {e}"
         self._poison(form, ids, buffers, outcome.error)
 

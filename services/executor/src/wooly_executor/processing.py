@@ -241,7 +241,7 @@ class Processing:
         assert frame.decoded is not None
         result, error = frame.decoded
         if error is not None:
-            if frame.kind == Kind.DEFINE and isinstance(error, (ExecutorError, DecodeError)):
+            if frame.kind == Kind.DEFINE and isinstance(error, ExecutorError):
                 session.programs.refuse(bytes(frame.payload), error)
             raise error
         if frame.kind == Kind.SOURCE:

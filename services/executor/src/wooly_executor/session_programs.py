@@ -39,6 +39,20 @@ class Slots(NamedTuple):
     freed: frozenset[int]
 
 
+class RefusedDefinitionError(ExecutorError):
+    """A program cannot be used by its session. Code and message are those of the cause.
+
+    Attributes:
+        instruction: index in the body of the program of the instruction that was refused; None: the whole program.
+        slots: what the program does with its slots; None: it cannot be decoded.
+    """
+
+    def __init__(self, cause: ExecutorError | DecodeError, slots: Slots | None) -> None:
+        super().__init__(str(cause))
+        self.code, self.slots = cause.code, slots
+        self.instruction: int | None = getattr(cause, "instruction", None)
+
+
 class Refusal(NamedTuple):
     """Why a definition was refused.
 
@@ -137,14 +151,18 @@ class SessionPrograms:
     def define(self, raw: bytes) -> ReadyProgram:
         """Decode a program's definition, for `keep`. A decoder's thread may call this, because no other frame of the session is
         processed meanwhile.
+
+        Raises:
+            DecodingTooLongError: the limit of core time is exceeded.
+            DecodingCancelledError: the session has ended.
+            RefusedDefinitionError: the program is malformed, breaks a law, or cannot run on this device.
         """
         try:
             return self._store.define(raw, self.sources, self.author)
         except (DecodingTooLongError, DecodingCancelledError):
             raise
         except (ExecutorError, DecodeError) as e:
-            e.slots = _slots_of(raw)  # type: ignore[union-attr] # travels with the error, to `refuse`
-            raise
+            raise RefusedDefinitionError(e, _slots_of(raw)) from e
 
     def keep(self, ready: ReadyProgram) -> None:
         """Register a program, so that runs may name it."""
@@ -165,10 +183,11 @@ class SessionPrograms:
         """Why the definition of the program with this digest was refused; None: it was not, or long ago."""
         return self._refused.get(name)
 
-    def refuse(self, raw: bytes, error: ExecutorError | DecodeError) -> None:
+    def refuse(self, raw: bytes, error: ExecutorError) -> None:
         """Note why a definition was refused: runs that name the program fail for the same reason."""
-        instruction = getattr(error, "instruction", None)
-        slots = getattr(error, "slots", None)
+        instruction, slots = None, None
+        if isinstance(error, RefusedDefinitionError):
+            instruction, slots = error.instruction, error.slots
         self._refused[digest(raw)] = Refusal(error.code, str(error)[:_LONGEST_REASON], instruction, slots)
         while len(self._refused) > _REFUSALS_KEPT:
             self._refused.popitem(last=False)

@@ -273,6 +273,10 @@ class RegisteredDevice:
             kernel = backend.addmm_activation(kernel, self._is_on_cpu)
         if bare in backend.LIMITED:
             kernel = backend.limited(kernel)
+        if bare in ("clamp", "clamp_"):
+            kernel = backend.real_limits(kernel)
+        if bare.removesuffix("_") in backend.PARTICULAR:
+            kernel = backend.particular(kernel, op, backend.PARTICULAR[bare.removesuffix("_")])
         if name in ("tril.out", "triu.out"):
             kernel = backend.triangular_into(kernel, op)
         if name in ("linalg_lu.out", "lu_unpack.out"):
@@ -292,7 +296,7 @@ class RegisteredDevice:
         if bare == "native_batch_norm":
             training = getattr(aten._native_batch_norm_legit, overload_name(op))
             kernel = layers.batch_norm(kernel, self.generic.kernel(training, teaches=op))
-        if name == "native_batch_norm_backward":
+        if bare in ("native_batch_norm_backward", "batch_norm_backward"):
             kernel = layers.batch_norm_backward(kernel)
         if name in indexing.ON_EXPANDED:
             kernel = indexing.on_expanded(kernel, op, indexing.ON_EXPANDED[name])

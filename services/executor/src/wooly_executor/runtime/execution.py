@@ -22,6 +22,8 @@ _NO_MEMORY = re.compile(
 )
 #: The library's error message for a dtype without a kernel. TorchScript's interpreter repeats the message in a RuntimeError.
 _NO_KERNEL = re.compile(r"\"\w+\" not implemented for '")
+#: Errors that operators raise, whose messages say enough. TorchScript's interpreter repeats these messages without the type.
+_OF_OPERATORS = (RuntimeError, IndexError, ValueError, PoisonedError, OperationError, SegmentError)
 
 
 class StepExecution:
@@ -181,7 +183,7 @@ class StepExecution:
         """Set the outcome: why the run has failed, and at which instruction."""
         outcome = self._frame.outcome
         outcome.failed_at, outcome.code = failed_at, OperationError.code
-        if isinstance(cause, (PoisonedError, RuntimeError, OperationError, SegmentError)):
+        if isinstance(cause, _OF_OPERATORS):
             outcome.error = str(cause)
             if isinstance(cause, PoisonedError):
                 outcome.code = PoisonedError.code

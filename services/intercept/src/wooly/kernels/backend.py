@@ -392,6 +392,52 @@ def limited(record: Kernel) -> Kernel:
     return run
 
 
+def real_limits(record: Kernel) -> Kernel:
+    """`aten.clamp`. As for CUDA, a complex limit of real numbers must have no imaginary part."""
+
+    def real(limit: Any, dtype: torch.dtype) -> Any:
+        if not isinstance(limit, complex):
+            return limit
+        if limit.imag:
+            name = "double" if dtype is torch.float64 else "float"
+            raise RuntimeError(f"value cannot be converted to type {name} without overflow")
+        return limit.real
+
+    def run(t: Tensor, *limits: Any, **named: Any) -> Any:
+        if t.is_floating_point():  # integers are refused by the operator
+            limits = tuple([real(limit, t.dtype) for limit in limits])
+            named = {name: real(limit, t.dtype) for name, limit in named.items()}
+        return record(t, *limits, **named)
+
+    return run
+
+
+#: Operators that refuse some numbers, and whether a call's numbers are good.
+PARTICULAR: dict[str, Callable[..., bool]] = {
+    "renorm": lambda p, dim, maxnorm: (
+        isinstance(p, complex) or isinstance(maxnorm, complex) or (p > 0 and maxnorm >= 0)
+    ),
+    "softshrink": lambda lambd=0.5: isinstance(lambd, complex) or 0 <= lambd < math.inf,
+}
+
+
+def particular(record: Kernel, op: OpOverload, good: Callable[..., bool]) -> Kernel:
+    """Wrap an operator of `PARTICULAR`, so that its error comes at the call. A known plan does not look at the numbers.
+
+    Args:
+        record: the kernel of the overload.
+        op: the overload.
+        good: whether the numbers are good.
+    """
+
+    def run(t: Tensor, *numbers: Any, **outs: Any) -> Any:
+        if not good(*numbers):
+            op(stand_in(t, 2), *numbers, **{name: stand_in(out, 2) for name, out in outs.items()})
+        return record(t, *numbers, **outs)
+
+    return run
+
+
 def dot(record: Kernel) -> Kernel:
     """`aten.dot`. The result for two conjugate views is a conjugate view, as of the CPU's and CUDA's kernels."""
 

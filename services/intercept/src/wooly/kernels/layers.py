@@ -164,12 +164,15 @@ def cross_entropy(
 
 
 def batch_norm_backward(record: Kernel) -> Kernel:
-    """`aten.native_batch_norm_backward`. For an empty batch, the gradients are zeros; the CPU kernel ends the process."""
+    """`aten.native_batch_norm_backward` and `batch_norm_backward`.
+
+    For an empty batch, the gradients are zeros. The CPU kernel ends the process.
+    """
 
     def run(grad: Tensor, x: Tensor, weight: Tensor | None, *rest: Any, **named: Any) -> Any:
         if x.numel() or x.dim() < 2:
             return record(grad, x, weight, *rest, **named)
-        mask = named["output_mask"] if "output_mask" in named else rest[-1]
+        mask = named["output_mask"] if "output_mask" in named else next(a for a in rest if isinstance(a, (list, tuple)))
         kind = weight.dtype if weight is not None else x.dtype
         of_channels = [torch.zeros(x.shape[1], dtype=kind, device=x.device) if asked else None for asked in mask[1:]]
         return (torch.empty_like(x) if mask[0] else None, *of_channels)
