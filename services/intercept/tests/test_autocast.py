@@ -10,6 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops import scan, while_loop
+from torch._ops import HigherOrderOperator
+from torch.nn.attention.flex_attention import flex_attention
 from wooly.kernels import autocast as lists
 from wooly_testkit import forks
 
@@ -203,3 +206,48 @@ def test_autocast_of_cpu_does_not_hold_for_device(cuda):
             nn.functional.linear(x, lstm.weight_ih_l0.detach().bfloat16())
     assert [y.dtype for y in results] == [torch.float32] * 3
     assert torch.equal(lstm(x)[0], results[0])
+
+
+def _while(x):
+    return while_loop(lambda i, t: i < 3, lambda i, t: (i + 1, t * 2), (torch.zeros((), device=x.device), x))[1]
+
+
+#: Operators on functions, whose functions are compiled at their call, and the dtype of their result.
+ON_FUNCTIONS = {
+    "cond": (lambda x: torch.cond(x.sum() > 0, lambda t: t @ t, lambda t: t.mm(t), (x,)), torch.bfloat16),
+    "while_loop": (_while, torch.float32),
+    "scan": (lambda x: scan(lambda c, t: (c + t, c * t), x[0].clone(), x, dim=0)[0], torch.float32),
+    "flex_attention": (lambda x: flex_attention(*[x.expand(1, 2, 4, 4)] * 3), torch.bfloat16),
+    "compiled": (lambda x: torch.compile(flex_attention)(*[x.expand(1, 2, 4, 4)] * 3), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", ON_FUNCTIONS)
+@pytest.mark.filterwarnings("ignore")
+def test_operator_on_functions_under_autocast_equals_cpu(cuda, name):
+    work, dtype = ON_FUNCTIONS[name]
+    x = torch.arange(16.0).reshape(4, 4) / 16
+    found = []
+    for t in (x, x.to(cuda)):
+        torch._dynamo.reset()
+        with torch.autocast(t.device.type, torch.bfloat16):
+            found.append(work(t))
+    assert found[1].dtype is dtype and found[1].device.type == "cuda"
+    torch.testing.assert_close(found[1].cpu(), found[0])
+
+
+def test_kernel_of_an_operator_on_functions_for_cudas_autograd_is_called(cuda):
+    class Doubling(HigherOrderOperator):
+        def __call__(self, t):
+            return super().__call__(t)
+
+    double = Doubling("wooly_test_doubling")
+    key = torch._C.DispatchKey
+    double.py_impl(key.AutogradCUDA)(lambda t: t * 2)
+    x = torch.ones(3, device=cuda, requires_grad=True)
+    double(x).sum().backward()
+    assert x.grad.tolist() == [2.0] * 3
+    double.py_impl(key.AutogradPrivateUse1)(lambda t: t * 3)  # a script's own kernel for the device
+    assert double(x).tolist() == [3.0] * 3
+    with pytest.raises(RuntimeError, match="override a python impl"):
+        double.py_impl(key.AutogradPrivateUse1)(lambda t: t)

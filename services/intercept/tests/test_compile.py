@@ -528,3 +528,15 @@ def test_compiled_function_reads_known_values_at_each_call(cuda, read_before):
         doubled, places = chosen(x, mask)
         expected = [j for j in range(4) if j % k == 0]
         assert doubled.tolist() == [2 * j for j in expected] and places.flatten().tolist() == expected
+
+
+def test_compiled_function_asks_about_the_device_in_one_graph(cuda):
+    @torch.compile(fullgraph=True)
+    def ask(x):
+        properties = torch.cuda.get_device_properties(x.device)
+        used = torch.cuda.is_initialized() and torch.cuda.current_device() == x.device.index
+        return x + properties.major if used and torch.cuda.get_device_capability() >= (8, 0) else x
+
+    x = torch.ones(3, device=cuda)
+    assert ask(x).tolist() == [1.0 + torch.cuda.get_device_properties(0).major] * 3
+    assert isinstance(torch.cuda.get_device_properties(0), torch.cuda._CudaDeviceProperties)

@@ -182,3 +182,16 @@ def test_complex_limits_of_clamp_must_be_real(cuda):
                 call()
     with pytest.raises(NotImplementedError, match="clamp is not supported for complex types"):
         x.int().clamp(1j)
+
+
+@pytest.mark.parametrize("axis", [-1, -2, 1])
+@pytest.mark.parametrize("kind", ["lengths", "offsets"])
+def test_segments_along_an_axis_from_the_end_have_cpus_values_and_gradients(cuda, axis, kind):
+    found = []
+    for device in ("cpu", cuda):
+        x = torch.arange(24.0).reshape(2, 6, 2)[..., 0] if axis == -1 else torch.arange(24.0).reshape(2, 6, 2)
+        leaf = x.to(device).requires_grad_()
+        parts = torch.tensor([[2, 4], [1, 5]] if kind == "lengths" else [[0, 2, 6], [0, 1, 6]], device=device)
+        torch.segment_reduce(leaf, "sum", axis=axis, unsafe=True, **{kind: parts}).square().sum().backward()
+        found.append(leaf.grad.cpu())
+    assert torch.equal(*found)

@@ -44,6 +44,8 @@ def same(expected, found):
         lambda n: torch.matmul(n, n.transpose(1, 2)), lambda n: torch.bmm(n, n.transpose(1, 2)),
         lambda n: torch.cat([n, n]), lambda n: n.add_(1.0), lambda n: n.relu_().mul_(2.0), lambda n: n.detach().zero_(),
         lambda n: nn.functional.scaled_dot_product_attention(*[n.view(3, -1, 2, 4).transpose(1, 2).contiguous()] * 3),
+        lambda n: nn.functional.scaled_dot_product_attention(n, n, n),
+        lambda n: nn.functional.scaled_dot_product_attention(*[n.view(3, -1, 2, 4)] * 3),  # other heads in each part
         lambda n: torch._nested_from_padded(n.to_padded_tensor(0.0), torch.tensor([[3, 8], [5, 8], [1, 8]])),
     ],
 )  # fmt: skip

@@ -1,11 +1,13 @@
 """Forked processes: a fork cannot use the device, and does not affect the session of its parent."""
 
 import os
+import pickle
 import threading
 import traceback
 
 import pytest
 import torch
+from wooly.errors import ForkedProcessError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
 
@@ -37,6 +39,11 @@ def in_fork(work):
         lambda x: torch.ones(2).cuda(),
         lambda x: torch.cuda.synchronize(),
         lambda x: torch.cuda.init(),
+        lambda x: torch.cuda.set_device(0),
+        lambda x: torch.cuda.current_device(),
+        lambda x: torch.cuda.get_device_name(),
+        lambda x: torch.cuda.get_device_properties(0),
+        lambda x: torch.cuda.get_device_capability(),
         lambda x: torch.cuda.get_rng_state(),
     ],
 )
@@ -49,12 +56,22 @@ def test_fork_using_device_raises_error_of_cuda(cuda, work):
     assert (x + 1).sum().item() == 6
 
 
+def test_error_of_a_forked_process_travels_to_another_process():
+    """Queues and pools pickle it."""
+    error = ForkedProcessError()
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301  # its own bytes
+    assert type(again) is ForkedProcessError and str(again) == str(error)
+
+
 def test_fork_without_device_use_works(cuda):
     def work():
         torch.manual_seed(3)
-        return torch.cuda.is_available(), torch.cuda._is_in_bad_fork(), torch.ones(2).sum().item()
+        found = torch.cuda.is_available(), torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork()
+        return *found, torch.ones(2).sum().item()
 
-    assert in_fork(work) == "(True, True, 2.0)" and not torch.cuda._is_in_bad_fork()
+    assert (
+        in_fork(work) == "(True, False, True, 2.0)" and torch.cuda.is_initialized() and not torch.cuda._is_in_bad_fork()
+    )
 
 
 def test_fork_while_thread_records_does_not_hang(cuda):

@@ -273,6 +273,8 @@ class RegisteredDevice:
             kernel = backend.addmm_activation(kernel, self._is_on_cpu)
         if bare in backend.LIMITED:
             kernel = backend.limited(kernel)
+        if bare in ("segment_reduce", "_segment_reduce_backward"):
+            kernel = backend.of_segments(kernel)
         if bare in ("clamp", "clamp_"):
             kernel = backend.real_limits(kernel)
         if bare.removesuffix("_") in backend.PARTICULAR:

@@ -69,7 +69,7 @@ class ForkedProcessError(WoolyError):
 
     code = "wooly.forked"
 
-    def __init__(self) -> None:
+    def __init__(self, *text: str) -> None:  # a pickle has the text
         super().__init__(
             "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn' "
             "start method"

@@ -29,7 +29,8 @@ import torch.jit._builtins as torchscript
 import torch.utils._device as device_contexts
 import torch.utils._python_dispatch as python_dispatch
 import torch.utils._pytree as pytree
-from torch._C import DispatchKey, DispatchKeySet
+from torch._C import DispatchKey as DispatchKey
+from torch._C import DispatchKeySet
 from torch._C._dynamo.guards import _reinterpret_tensor  # type: ignore[attr-defined] # its stub is not complete
 from torch._prims_common import suggest_memory_format
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined] # its stub does not know it
@@ -959,8 +960,9 @@ def tell_dynamo(replaced: Iterable[tuple[Any, Any]]) -> None:
     Args:
         replaced: pairs of the old and the new function.
     """
-    rules, variables = [sys.modules.get(f"torch._dynamo.{name}") for name in ("trace_rules", "variables.torch")]
-    if rules is None or variables is None:
+    names = ("trace_rules", "variables.torch", "utils")
+    rules, variables, constants = [sys.modules.get(f"torch._dynamo.{name}") for name in names]
+    if rules is None or variables is None or constants is None:
         return
     rules.clear_lru_cache()
     variables.TorchInGraphFunctionVariable._get_handlers.cache_clear()
@@ -969,6 +971,8 @@ def tell_dynamo(replaced: Iterable[tuple[Any, Any]]) -> None:
             for table in (variables.constant_fold_functions, variables.constant_fold_functions_need_guards):
                 if old in table:
                     table[new] = table[old]
+            if old in constants.common_constant_types:
+                constants.common_constant_types.add(new)
 
 
 def tell_references(context: Any, patches: Iterable[tuple[Any, str, Any]]) -> None:
@@ -1113,6 +1117,24 @@ class ProfilerMethods:
 DeviceType: Any = torch._C._autograd.DeviceType
 #: The state of a profiler that records the host with Kineto.
 KINETO: Any = torch._C._profiler.ProfilerState.KINETO
+
+
+HigherOrderOperator: Any = torch._ops.HigherOrderOperator
+
+
+def higher_order_operators() -> list[Any]:
+    """The operators on functions that exist now (`torch.ops.higher_order`)."""
+    return list(torch._ops._higher_order_ops.values())
+
+
+def python_kernels(op: Any) -> dict[Any, Callable[..., Any]]:
+    """The kernels of an operator on functions, by dispatch key."""
+    return op.py_kernels  # type: ignore[no-any-return]
+
+
+def falls_through(op: Any, key: Any) -> bool:
+    """Whether an operator on functions ignores a dispatch key."""
+    return not op.non_fallthrough_keys.has(key)
 
 
 def random_number_primitives() -> ModuleType:

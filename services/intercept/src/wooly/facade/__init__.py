@@ -32,6 +32,7 @@ from wooly.facade import (
     functional_rng,
     generation,
     handover,
+    higher_order,
     legacy,
     nvtx,
     overrides,
@@ -144,6 +145,7 @@ class Facade:
             quick_check_patches(),
             jagged.patches(),
             attention.patches(),
+            higher_order.patches(),
             self._interrupts.patches(),
         ):
             self._set(patches)

@@ -87,7 +87,7 @@ class Answers:
         for name, value in {
             # Dynamo evaluates some functions while it traces, but no bound methods.
             "is_available": lambda: module.is_available(),
-            "is_initialized": lambda: module.is_initialized(),
+            "is_initialized": lambda: module.is_initialized() and not module._is_in_bad_fork(),
             "_initialized": True,
             "init": module.require_same_process,
             "_lazy_init": module.require_same_process,
@@ -95,11 +95,11 @@ class Answers:
             "_is_in_bad_fork": module._is_in_bad_fork,
             "device_count": lambda: module.device_count(),
             "_device_count_nvml": module.device_count,
-            "current_device": lambda: module.current_device(),
-            "set_device": module.set_device,
+            "current_device": lambda: module.require_same_process() or module.current_device(),
+            "set_device": lambda device: module.require_same_process() or module.set_device(device),
             "get_device_name": lambda device=None: self.name_of(self._existing(device)),
             "get_device_properties": lambda device=None: self._properties(self._existing(device)),
-            "get_device_capability": self._capability,
+            "get_device_capability": lambda device=None: self._capability(device),
             "get_arch_list": self._arch_list,
             "is_bf16_supported": lambda including_emulation=True: True,
             "can_device_access_peer": lambda device, peer_device: False,
@@ -107,6 +107,7 @@ class Answers:
             "ipc_collect": lambda: None,
             "empty_cache": lambda: None,
             "utilization": self._memory.utilization,
+            "_CudaDeviceProperties": DeviceProperties,
             "device": device_context,
             "device_of": device_of,
             # Dynamo puts these into graphs for `with torch.cuda.device(...)`. Those of a build without CUDA only raise.
@@ -139,6 +140,7 @@ class Answers:
         return before
 
     def _existing(self, device: Any) -> int:
+        torch.wooly.require_same_process()  # type: ignore[attr-defined]
         try:
             return self._devices.index_of(device)
         except RuntimeError as e:

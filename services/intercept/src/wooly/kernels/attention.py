@@ -375,16 +375,23 @@ def nested_attention(
     fused = {kernel for kernel, known in _KERNELS.items() if kernel != _CUDNN and known.is_on()}
     if query.dtype not in _HALVES:
         fused.discard(_FLASH)
-    plain = (
-        all(t.is_nested and t.is_contiguous() for t in tensors) and len({(t.size(0), t.size(1)) for t in tensors}) == 1
-    )
     suits = attn_mask is None and query.dtype in (torch.float32, *_HALVES) and not is_causal
-    if query.is_cpu or not fused or not suits or (plain and may_use_math()):
+    counts = set() if query.is_cpu or not fused or not suits else {_batch_and_heads(t) for t in tensors}
+    plain = len(counts) == 1 and all(t.is_nested and t.is_contiguous() for t in tensors)
+    if not counts or None in counts or (plain and may_use_math()):
         return _composed(*given, scale=scale, enable_gqa=enable_gqa)  # type: ignore[no-any-return]
     if _FLASH in fused:
         return _flash(*tensors, dropout_p, False, False, scale=scale)[0]  # type: ignore[no-any-return]
     needs = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     return _efficient(*tensors, None, needs, dropout_p, False, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+def _batch_and_heads(t: Tensor) -> tuple[int, int] | None:
+    """Numbers of parts and heads; None if the parts have no heads, or different numbers, which no fused kernel takes."""
+    try:
+        return (t.size(0), t.size(1)) if t.dim() == 4 else None
+    except RuntimeError:
+        return None
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> None:

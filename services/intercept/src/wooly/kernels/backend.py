@@ -412,6 +412,16 @@ def real_limits(record: Kernel) -> Kernel:
     return run
 
 
+def of_segments(record: Kernel) -> Kernel:
+    """`aten.segment_reduce` and its gradient. Meta kernels and the executor take no axis that is counted from the end."""
+
+    def run(*args: Any, axis: int = 0, **named: Any) -> Any:
+        data: Tensor = args[0] if isinstance(args[1], str) else args[2]
+        return record(*args, axis=axis + data.dim() if -data.dim() <= axis < 0 else axis, **named)
+
+    return run
+
+
 #: Operators that refuse some numbers, and whether a call's numbers are good.
 PARTICULAR: dict[str, Callable[..., bool]] = {
     "renorm": lambda p, dim, maxnorm: (

@@ -1,0 +1,77 @@
+"""Operators on functions (`torch.ops.higher_order`, such as flex attention), which are registered in Python per dispatch key.
+
+PyTorch and scripts register kernels and fallthroughs for CUDA's keys. They hold for the keys of the device, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from wooly.torch_private import (
+    DispatchKey,
+    HigherOrderOperator,
+    falls_through,
+    higher_order_operators,
+    python_kernels,
+    without_autocast,
+)
+
+#: CUDA's keys, and those of the device.
+_KEYS = {
+    getattr(DispatchKey, of_cuda): getattr(DispatchKey, of_device)
+    for of_cuda, of_device in (
+        ("CUDA", "PrivateUse1"),
+        ("AutogradCUDA", "AutogradPrivateUse1"),
+        ("AutocastCUDA", "AutocastPrivateUse1"),
+    )
+}
+_AUTOCAST = DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
+
+
+class _Copied:
+    """A kernel of CUDA's key, registered for the device's. A kernel that is registered for the device itself replaces it."""
+
+    def __init__(self, kernel: Callable[..., Any]) -> None:
+        self._kernel = kernel
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._kernel(*args, **kwargs)
+
+
+def patches() -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patches (owner, name, value), for operators that are registered later; change those that exist."""
+    register, pass_by = HigherOrderOperator.py_impl, HigherOrderOperator.fallthrough
+
+    def copy_kernel(op: HigherOrderOperator, key: Any, kernel: Callable[..., Any]) -> None:
+        # A kernel of autocast excludes CUDA's key before it calls the operator again.
+        copied = _Copied(without_autocast(kernel) if key == _AUTOCAST else kernel)
+        if isinstance(python_kernels(op).get(key), _Copied):
+            del python_kernels(op)[key]
+        if key not in python_kernels(op):
+            register(op, key)(copied)
+
+    def py_impl(op: HigherOrderOperator, key: Any) -> Any:
+        def inner(kernel: Callable[..., Any]) -> Any:
+            if key in _KEYS.values() and isinstance(python_kernels(op).get(key), _Copied):
+                del python_kernels(op)[key]
+            result = register(op, key)(kernel)
+            if key in _KEYS:
+                copy_kernel(op, _KEYS[key], kernel)
+            return result
+
+        return inner
+
+    def fallthrough(op: HigherOrderOperator, key: Any) -> None:
+        pass_by(op, key)
+        if key in _KEYS:
+            pass_by(op, _KEYS[key])
+
+    for op in higher_order_operators():
+        for of_cuda, of_device in _KEYS.items():
+            if of_cuda in python_kernels(op):
+                copy_kernel(op, of_device, python_kernels(op)[of_cuda])
+            elif falls_through(op, of_cuda) and of_device not in python_kernels(op):
+                pass_by(op, of_device)
+    yield HigherOrderOperator, "py_impl", py_impl
+    yield HigherOrderOperator, "fallthrough", fallthrough
