@@ -33,12 +33,13 @@ UNCLAIMED = "jiterator"
 #: graph overwrites the memory of another one, or that a copy waits for earlier work; or the exact result is beyond their
 #: tolerance for some random numbers (`test_sdpa_backwards`, and `test_block_addmm` and `test_EmbeddingBag_...`, whose references
 #: round several times), or the CPU's own numbers are (`test_noncontiguous_samples_matmul`, `test_weight_norm_parametrization`),
-#: or the operator is one for PyTorch's tests, with another formula for CUDA (`test_view_copy`). Their comparisons are failures,
-#: not wrong numbers.
+#: or the operator is one for tests, with another formula for CUDA (`test_view_copy`, `test_autograd_multiple_dispatch_...`).
+#: Their comparisons are failures, not wrong numbers.
 COUNTS = frozenset(
     {
         "test_allocate_in_thread_to_pool",
         "test_allocator_settings",
+        "test_autograd_multiple_dispatch_registrations_cuda",
         *(
             f"test_block_addmm_block_size_{size}_{index}_noncontiguous_{strided}_cuda_{dtype}"
             for size in (2, 3)

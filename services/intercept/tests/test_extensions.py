@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from wooly import api
 from wooly.torch_private import fake_results
 from wooly_testkit import forks
 from wooly_testkit.executor import executor_process
@@ -155,4 +156,54 @@ def test_kernel_of_torchaudio_does_not_run_with_values_that_are_not_there():
         assert fake_results(lambda fake: first(fake(torch.ones(3)), fake(torch.tensor(2)))) is None
         assert not calls
     finally:
+        library._destroy()
+
+
+@torch.library.custom_op("wooly_rules::halve", mutates_args=())
+def halve(x: torch.Tensor) -> torch.Tensor:
+    return x * 0.5
+
+
+halve.register_fake(torch.empty_like)
+
+
+class _Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.wooly_rules.triple(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 7  # other than a derivative of its operators
+
+
+def _cast_and_call(x):
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)):
+        return torch.ops.wooly_rules.triple(x.half())
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_rules_for_cudas_autocast_and_autograd_hold_for_the_device(cuda, before):
+    """Also those that are registered before the device is."""
+    library = torch.library.Library("wooly_rules", "FRAGMENT")
+    if before:
+        api._facade.uninstall()
+    try:
+        library.define("triple(Tensor x) -> Tensor")
+        library.impl("triple", lambda x: x * 3, "CompositeExplicitAutograd")
+        library.impl("triple", _Tripled.apply, "AutogradCUDA")
+        library.impl("triple", _cast_and_call, "AutocastCUDA")
+        torch.library.register_autocast("wooly_rules::halve", "cuda", torch.bfloat16)
+        api.install_facade()
+        x = torch.ones(3, device=cuda, requires_grad=True)
+        out = torch.ops.wooly_rules.triple(x)
+        out.sum().backward()
+        assert out.tolist() == [3.0] * 3 and x.grad.tolist() == [7.0] * 3
+        with torch.autocast("cuda"):
+            assert torch.ops.wooly_rules.triple(x.detach()).dtype is torch.float16
+            assert halve(x.detach()).dtype is torch.bfloat16
+        assert halve(x.detach()).dtype is torch.float32
+    finally:
+        api.install_facade()
         library._destroy()

@@ -1119,6 +1119,28 @@ DeviceType: Any = torch._C._autograd.DeviceType
 KINETO: Any = torch._C._profiler.ProfilerState.KINETO
 
 
+def python_registrations(key: str, unless: str) -> list[torch._ops.OpOverload]:
+    """The operators for which Python has registered a kernel under one dispatch key, but not under another one."""
+    found = []
+    for entry in sorted(torch.library._impls):
+        operator, _, of = entry.rpartition("/")
+        if of == key and f"{operator}/{unless}" not in torch.library._impls:
+            space, _, name = operator.partition("/")
+            packet = getattr(getattr(torch.ops, space), name.partition(".")[0])
+            found.append(getattr(packet, name.partition(".")[2] or "default"))
+    return found
+
+
+def redispatch_to(op: torch._ops.OpOverload, key: str) -> Callable[..., Any]:
+    """A callable that runs the kernel of `op` for a dispatch key."""
+    call, keys = op._handle.redispatch_boxed, DispatchKeySet(getattr(DispatchKey, key))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return call(keys, *args, **kwargs)
+
+    return run
+
+
 HigherOrderOperator: Any = torch._ops.HigherOrderOperator
 
 

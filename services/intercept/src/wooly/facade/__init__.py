@@ -32,13 +32,13 @@ from wooly.facade import (
     functional_rng,
     generation,
     handover,
-    higher_order,
     legacy,
     nvtx,
     overrides,
     parallel,
     pinned,
     profiler,
+    registrations,
     sources,
     state,
     streams,
@@ -145,7 +145,7 @@ class Facade:
             quick_check_patches(),
             jagged.patches(),
             attention.patches(),
-            higher_order.patches(),
+            registrations.patches(),
             self._interrupts.patches(),
         ):
             self._set(patches)
