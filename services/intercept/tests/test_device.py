@@ -1013,4 +1013,7 @@ def test_power_of_bools_with_a_bool_is_bool(cuda, exponent):
     for _ in range(2):
         found = host.to(cuda) ** exponent
         assert found.dtype is torch.bool and torch.equal(found.cpu(), host**exponent)
+        for exponents in (exponent, [exponent]):
+            (found,) = torch._foreach_pow([host.to(cuda)], exponents)
+            assert found.dtype is torch.bool and torch.equal(found.cpu(), host**exponent)
     assert (host.to(cuda) ** 2).dtype is torch.int64

@@ -60,7 +60,7 @@ def patches() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _patches_of_library() -> Iterator[tuple[Any, str, Any]]:
-    register = torch.library.Library.impl
+    register: Callable[..., None] = torch.library.Library.impl
 
     def impl(library: Any, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> None:
         register(library, op_name, fn, dispatch_key, **options)

@@ -95,6 +95,7 @@ _STAND_IN_LIMIT = 1 << 24
 _WIDENED = frozenset({torch.float16, torch.bfloat16})
 
 _CAT = "aten.cat.default"
+_POWERS = frozenset({"aten.pow.Tensor_Scalar", "aten._foreach_pow.Scalar", "aten._foreach_pow.ScalarList"})
 #: Attention with the logarithms of its sums, which the CPU kernel computes in float64 for float64.
 _ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 _MULTI_HEAD = "aten._native_multi_head_attention.default"
@@ -473,9 +474,10 @@ def _is_conv3d_channels_last(facts: OpFacts, call: Call) -> bool:
 
 def _is_bool_power(facts: OpFacts, call: Call) -> bool:
     """Whether a call is a power of bools with a bool as exponent, which is bool. The meta kernel says int64."""
-    return (
-        facts.name == "aten.pow.Tensor_Scalar" and call.args[0].dtype is torch.bool and isinstance(call.args[1], bool)
-    )
+    if facts.name not in _POWERS:
+        return False
+    bases, exponents = [a if isinstance(a, (list, tuple)) else (a,) for a in call.args[:2]]
+    return any(t.dtype is torch.bool for t in bases) and any(isinstance(a, bool) for a in exponents)
 
 
 def _may_end_process(facts: OpFacts, call: Call) -> bool:
