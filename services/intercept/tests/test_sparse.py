@@ -303,8 +303,20 @@ def test_batches_and_parts_of_compressed_tensors_equal_cpu(cuda, layout):
         assert torch.equal(
             torch.select_copy(matrix, 1, 2).to_dense().cpu(), torch.select_copy(expected, 1, 2).to_dense()
         )
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        there @ torch.ones(3, 4, 2, device=cuda)
+    dense = torch.arange(48.0).reshape(3, 4, 4)
+    expected = dense + 2 * host.to_dense()
+    assert torch.equal(torch.add(dense.to(cuda), there, alpha=2).cpu(), expected)
+    assert torch.equal(dense.to(cuda).add_(there, alpha=2).cpu(), expected)
+    assert torch.equal((there + dense.to(cuda)).cpu(), dense + host.to_dense())
+    if block is not None:
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            there @ dense.to(cuda)
+        return
+    leaf, alike = dense.to(cuda).requires_grad_(), dense.clone().requires_grad_()
+    torch.bmm(there, leaf).square().sum().backward()
+    torch.bmm(host.to_dense(), alike).square().sum().backward()
+    assert torch.allclose(leaf.grad.cpu(), alike.grad)
+    assert torch.allclose(torch.baddbmm(leaf, there, leaf).detach().cpu(), torch.baddbmm(dense, host.to_dense(), dense))
 
 
 @pytest.mark.parametrize("batched", [False, True])

@@ -42,6 +42,11 @@ _SAME_INDICES = {"sparse_mask": 1}
 #: Products of a matrix. CUDA's take float16 and bfloat16 and add in float32; those of the CPU do not take them for all layouts.
 _PRODUCTS = frozenset(("mm", "addmm", "mv", "addmv", "_sparse_sparse_matmul"))
 _SHORT = (torch.float16, torch.bfloat16)
+#: Operators on batches of compressed tensors and dense tensors that CUDA has. The result is dense, and so are the operands here.
+_OF_BATCHES = {
+    **dict.fromkeys(("add", "add_"), (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)),
+    **dict.fromkeys(("bmm", "baddbmm"), (torch.sparse_csr, torch.sparse_csc)),
+}
 #: In-place operators on the values of compressed tensors.
 _FILLING = ("fill_", "normal_")
 #: Operators whose text announces the layouts of their results, so that nothing waits for the executor.
@@ -108,6 +113,9 @@ class SparseCalls:
         target = _written(op, args, kwargs)
         if target is not None and is_sparse(target):
             return self._in_place(op, target, args, kwargs)
+        layouts = _OF_BATCHES.get(op.overloadpacket.__name__)
+        if layouts is not None and _has_batch_and_dense(args, layouts):
+            return op(*[a.to_dense() if _is_batch(a) else a for a in args], **kwargs)
         if op.overloadpacket.__name__ == "_spsolve":  # PyTorch's builds for CUDA do not have it either
             raise RuntimeError(
                 "Calling linear solver with sparse tensors requires compiling PyTorch with CUDA cuDSS and is not supported in "
@@ -256,6 +264,18 @@ def _summed(packet: str, record: Callable[..., Any]) -> Callable[..., Any]:
         return record(a.float(), b.float(), **kwargs).half()
 
     return run
+
+
+def _is_batch(a: Any) -> bool:
+    """Whether an argument is a batch of compressed tensors."""
+    return is_sparse(a) and a.layout is not torch.sparse_coo and components(a)[0][0].dim() > 1
+
+
+def _has_batch_and_dense(args: tuple[Any, ...], layouts: tuple[torch.layout, ...]) -> bool:
+    """Whether some tensors are batches of compressed tensors of these layouts, and the others are dense."""
+    sparse = [a for a in args if isinstance(a, Tensor) and is_sparse(a)]
+    dense = any(isinstance(a, Tensor) and a.dim() and not is_sparse(a) for a in args)
+    return dense and bool(sparse) and all([_is_batch(a) and a.layout in layouts for a in sparse])
 
 
 def _can_be_joined(a: Tensor, b: Tensor, alpha: Any) -> bool:
