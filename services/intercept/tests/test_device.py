@@ -930,6 +930,12 @@ def test_where_takes_a_condition_on_the_host_without_dimensions(cuda):
         torch.where(torch.tensor(1.0), x, -x)
 
 
+def test_memory_of_a_lazy_module_cannot_be_shared(cuda):
+    for model in (torch.nn.LazyLinear(2), torch.nn.Sequential(torch.nn.LazyBatchNorm1d())):
+        with pytest.raises(RuntimeError, match="share memory on an uninitialized"):
+            model.share_memory()
+
+
 def test_lazy_module_initializes_on_device(cuda):
     model = torch.nn.LazyLinear(2).to(cuda)
     assert model(torch.ones(1, 3, device=cuda)).shape == (1, 2)

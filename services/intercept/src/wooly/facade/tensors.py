@@ -184,7 +184,9 @@ def _keeping_lazy(real: Callable[..., Any]) -> Callable[..., Any]:
         def convert(t: torch.Tensor) -> torch.Tensor:
             """Call `fn`. It cannot copy a tensor without a shape on the device, so it gets an empty one in its place."""
             if isinstance(t, UninitializedTensorMixin):
+                refuse = t.share_memory_
                 t = torch.empty(0, dtype=t.dtype, device=t.device)
+                t.share_memory_ = refuse  # type: ignore[method-assign]
             converted: torch.Tensor = fn(t)
             return converted
 
