@@ -275,7 +275,7 @@ def _has_batch_and_dense(args: tuple[Any, ...], layouts: tuple[torch.layout, ...
     """Whether some tensors are batches of compressed tensors of these layouts, and the others are dense."""
     sparse = [a for a in args if isinstance(a, Tensor) and is_sparse(a)]
     dense = any(isinstance(a, Tensor) and a.dim() and not is_sparse(a) for a in args)
-    return dense and bool(sparse) and all([_is_batch(a) and a.layout in layouts for a in sparse])
+    return dense and bool(sparse) and all(_is_batch(a) and a.layout in layouts for a in sparse)
 
 
 def _can_be_joined(a: Tensor, b: Tensor, alpha: Any) -> bool:
