@@ -2,10 +2,12 @@
 
 import contextlib
 import copy
+import io
 
 import pytest
 import torch
 from torch import nn
+from torch.export.passes import move_to_device_pass
 from torch.utils.checkpoint import checkpoint
 from wooly import api
 from wooly.graphs import KINDS_KEPT, counters
@@ -540,3 +542,52 @@ def test_compiled_function_asks_about_the_device_in_one_graph(cuda):
     x = torch.ones(3, device=cuda)
     assert ask(x).tolist() == [1.0 + torch.cuda.get_device_properties(0).major] * 3
     assert isinstance(torch.cuda.get_device_properties(0), torch.cuda._CudaDeviceProperties)
+
+
+class _Normed(nn.Module):
+    """A norm in float32, as those of language models. Exported programs check the device of what they convert."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        wide = x.to(torch.float32)
+        return self.linear((wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True))).to(x.dtype))
+
+
+@pytest.mark.parametrize("how", ["exported", "moved", "decomposed", "loaded"])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_exported_program_runs_on_device(cuda, how):
+    torch.manual_seed(0)
+    model, x = _Normed(), torch.randn(3, 4)
+    expected = model(x)
+    if how == "moved":
+        program = move_to_device_pass(torch.export.export(model, (x,)), "cuda")
+    else:
+        program = torch.export.export(model.to(cuda), (x.to(cuda),))
+    if how == "decomposed":
+        program = program.run_decompositions()
+    if how == "loaded":
+        kept = io.BytesIO()
+        torch.export.save(program, kept)
+        kept.seek(0)
+        program = torch.export.load(kept)
+    run = program.module()
+    for _ in range(2):
+        found = run(x.to(cuda))
+        assert found.device == torch.device("cuda:0")
+        torch.testing.assert_close(found.cpu(), expected)
+    with pytest.raises(RuntimeError, match=r"Tensor device mismatch! Expected: cuda(:0)?, Got: cpu"):
+        run(x)
+
+
+def test_assertion_about_metadata_compares_what_scripts_see(cuda):
+    check = torch.ops.aten._assert_tensor_metadata.default
+    x = torch.ones(3, device=cuda)
+    check(x, [3], [1], torch.float32, device=torch.device("cuda:0"), layout=torch.strided)
+    check(x, device=torch.device("cuda"))
+    with pytest.raises(RuntimeError, match="Tensor device mismatch! Expected: cpu, Got: cuda:0"):
+        check(x, device=torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="Tensor dtype mismatch! Expected: Double, Got: float"):
+        check(x, dtype=torch.float64)

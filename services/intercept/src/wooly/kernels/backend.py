@@ -24,6 +24,7 @@ from wooly.torch_private import (
     OpOverloadPacket,
     alert_not_deterministic,
     raw_device,
+    redispatch_cpu,
     warn_of_resize,
 )
 
@@ -524,10 +525,23 @@ def scaled_mm(
     return found
 
 
+_assert_others = redispatch_cpu(aten._assert_tensor_metadata.default)
+
+
+def assert_metadata(t: Tensor, *others: Any, device: torch.device | None = None, **named: Any) -> None:
+    """`aten._assert_tensor_metadata`, which exported programs contain. A tensor's device is that which scripts see."""
+    _assert_others(t, *others, **named)
+    if device is None:
+        return
+    if not any(device.type == d.type and device.index in (None, d.index) for d in (t.device, raw_device(t))):
+        raise RuntimeError(f"Tensor device mismatch! Expected: {device}, Got: {t.device}")
+
+
 #: Kernels for operators that each backend must implement itself.
 KERNELS: dict[str, Kernel] = {
     "_assert_async": assert_async,
     "_assert_async.msg": assert_async,
+    "_assert_tensor_metadata": assert_metadata,
     "_convert_indices_from_coo_to_csr": rows_to_compressed,
     "_convert_indices_from_csr_to_coo": compressed_to_coordinates,
     "_scaled_mm_v2": scaled_mm,
