@@ -195,3 +195,13 @@ def test_segments_along_an_axis_from_the_end_have_cpus_values_and_gradients(cuda
         torch.segment_reduce(leaf, "sum", axis=axis, unsafe=True, **{kind: parts}).square().sum().backward()
         found.append(leaf.grad.cpu())
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", ["tril_indices", "triu_indices"])
+def test_indices_of_a_triangle_are_made_by_function_and_operator(cuda, name):
+    """Exported programs call the operator with the device that scripts see."""
+    for make in (getattr(torch, name), getattr(torch.ops.aten, name).default):
+        for offset in (0, 1, -1):
+            found = make(3, 4, offset, device=torch.device("cuda:0"))
+            assert found.device == torch.device("cuda:0")
+            assert torch.equal(found.cpu(), getattr(torch, name)(3, 4, offset))

@@ -83,6 +83,8 @@ _FACTORIES = (
     aten.kaiser_window.default,
     aten.kaiser_window.periodic,
     aten.kaiser_window.beta,
+    aten.tril_indices.default,
+    aten.triu_indices.default,
 )
 #: Operators of which calls can be native although their kernel in Python is not the generic one alone.
 _TEACHABLE = (
