@@ -232,3 +232,31 @@ def test_undefined_memory_is_filled_as_on_cpu(cuda, dtype):
 def test_tables_name_existing_operators():
     for name in {*ALERTS, *SENSITIVE}:
         assert hasattr(torch.ops.aten, name), name
+
+
+@pytest.mark.filterwarnings("ignore:ctc_loss_backward_gpu")
+def test_operator_that_alerts_and_is_not_tried_on_the_host_warns_at_each_call(cuda):
+    """The client asks the device about the gradient of CTC at each of these calls."""
+    grads = []
+    for device in ("cpu", cuda):
+        torch.manual_seed(0)
+        x = torch.randn(12, 2, 5).log_softmax(-1).to(device).requires_grad_()
+        loss = torch.nn.functional.ctc_loss(x, torch.ones(2, 3, dtype=torch.long, device=device), [12, 12], [3, 2])
+        if device == "cpu":
+            loss.backward()
+            grads.append(x.grad)
+            continue
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            for _ in range(3):
+                x.grad = None
+                with pytest.warns(UserWarning, match="ctc_loss_backward_gpu does not have a deterministic"):
+                    loss.backward(retain_graph=True)
+                grads.append(x.grad.cpu())
+            torch.use_deterministic_algorithms(True)
+            with pytest.raises(RuntimeError, match="ctc_loss_backward_gpu does not have a deterministic"):
+                loss.backward(retain_graph=True)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    for grad in grads[1:]:
+        torch.testing.assert_close(grad, grads[0])

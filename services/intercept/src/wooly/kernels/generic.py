@@ -416,7 +416,7 @@ class Generic:
         other = without_default_dtype(facts, call, new)
         if other is not None:
             return other
-        if not planned.alerts:
+        if not planned.alerts or planned.doubt is not None:  # a call that is confirmed runs again, by its plan
             self._keep_plan(signature, planned)
             plan = planned.plan
             depends_on_data = plan.special and not plan.apart
@@ -507,6 +507,9 @@ class Generic:
                     recorder.sync()
                 result = run(*args, **kwargs)
                 recorder.sync()
+                if planned.alerts:  # as the next call must, too
+                    self._plans.pop(signature, None)
+                    native.forget()
             except Exception as e:
                 # Also if the run on copies, which is a call of its own with its own doubt, has raised the doubt.
                 self._plans.pop(signature, None)
