@@ -212,27 +212,27 @@ def _while(x):
     return while_loop(lambda i, t: i < 3, lambda i, t: (i + 1, t * 2), (torch.zeros((), device=x.device), x))[1]
 
 
-#: Operators on functions, whose functions are compiled at their call, and the dtype of their result.
+#: Operators on functions, whose functions are compiled at their call.
 ON_FUNCTIONS = {
-    "cond": (lambda x: torch.cond(x.sum() > 0, lambda t: t @ t, lambda t: t.mm(t), (x,)), torch.bfloat16),
-    "while_loop": (_while, torch.float32),
-    "scan": (lambda x: scan(lambda c, t: (c + t, c * t), x[0].clone(), x, dim=0)[0], torch.float32),
-    "flex_attention": (lambda x: flex_attention(*[x.expand(1, 2, 4, 4)] * 3), torch.bfloat16),
-    "compiled": (lambda x: torch.compile(flex_attention)(*[x.expand(1, 2, 4, 4)] * 3), torch.bfloat16),
+    "cond": lambda x: torch.cond(x.sum() > 0, lambda t: t @ t, lambda t: t.mm(t), (x,)),
+    "while_loop": _while,
+    "scan": lambda x: scan(lambda c, t: (c + t, c * t), x[0].clone(), x, dim=0)[0],
+    "flex_attention": lambda x: flex_attention(*[x.expand(1, 2, 4, 4)] * 3),
+    "compiled": lambda x: torch.compile(flex_attention)(*[x.expand(1, 2, 4, 4)] * 3),
 }
 
 
 @pytest.mark.parametrize("name", ON_FUNCTIONS)
 @pytest.mark.filterwarnings("ignore")
 def test_operator_on_functions_under_autocast_equals_cpu(cuda, name):
-    work, dtype = ON_FUNCTIONS[name]
+    """The CPU's autocast has the same rules for these operators as CUDA's."""
     x = torch.arange(16.0).reshape(4, 4) / 16
     found = []
     for t in (x, x.to(cuda)):
         torch._dynamo.reset()
         with torch.autocast(t.device.type, torch.bfloat16):
-            found.append(work(t))
-    assert found[1].dtype is dtype and found[1].device.type == "cuda"
+            found.append(ON_FUNCTIONS[name](t))
+    assert found[1].dtype is found[0].dtype and found[1].device.type == "cuda"
     torch.testing.assert_close(found[1].cpu(), found[0])
 
 
