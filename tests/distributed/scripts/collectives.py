@@ -1,10 +1,12 @@
 """Each collective on "cuda" tensors is compared with gloo on the same CPU tensors, and with the sum in the order of the ranks.
+Collectives of CPU tensors in the same group are compared with what they should be.
 
 `collectives.py all` does so for more dtypes.
 """
 
 import datetime
 import sys
+import time
 import warnings
 
 import torch
@@ -223,7 +225,38 @@ def refused():
             raise AssertionError(text)
 
 
-for part in (reductions, movements, parts_of_all, between_two_ranks, objects_and_groups, refused):
+def on_the_cpu():
+    """CPU tensors in a group that has both: rank 0 gets its results only when the last rank has come."""
+
+    def late(call):
+        if rank == size - 1:
+            time.sleep(0.2)
+        return call()
+
+    group, x = dist.group.WORLD, torch.full((2,), rank + 1.0)
+    total, everything = float(sum(range(1, size + 1))), torch.arange(1.0, size + 1).repeat_interleave(2)
+    found = late(lambda: functional.all_gather_tensor(x, 0, group) + 0)
+    assert torch.equal(found, everything), ("functional all_gather on the CPU", found)
+    found = late(lambda: functional.reduce_scatter_tensor(everything, "sum", 0, group) + 0)
+    assert torch.equal(found, (x * size)), ("functional reduce_scatter on the CPU", found)
+    found = late(lambda: functional.all_reduce_coalesced([x, torch.ones(3)], "sum", group))
+    assert torch.equal(found[0] + 0, torch.full((2,), total)), found
+    assert torch.equal(found[1] + 0, torch.full((3,), float(size))), found
+    found = late(lambda: functional.all_gather_into_tensor_coalesced([x, x + 1], group))
+    assert torch.equal(found[0] + 0, everything) and torch.equal(found[1] + 0, everything + 1), found
+    found = late(lambda: functional.reduce_scatter_tensor_coalesced([everything, everything + 1], "sum", [0, 0], group))
+    assert torch.equal(found[0] + 0, x * size) and torch.equal(found[1] + 0, (x + 1) * size), found
+    lists = [[torch.zeros(2), torch.zeros(3)] for _ in range(size)]
+    late(lambda: dist.all_gather_coalesced(lists, [x, torch.full((3,), float(rank))]))
+    assert all(torch.equal(two, torch.full((2,), k + 1.0)) for k, (two, _) in enumerate(lists)), lists
+    assert all(torch.equal(three, torch.full((3,), float(k))) for k, (_, three) in enumerate(lists)), lists
+    if rank == 1:
+        dist.send(x, 0)
+    elif rank == 0:
+        assert dist.recv(found := torch.zeros(2)) == 1 and torch.equal(found, torch.full((2,), 2.0)), found
+
+
+for part in (reductions, movements, parts_of_all, between_two_ranks, objects_and_groups, on_the_cpu, refused):
     part()
 dist.barrier()
 pure = dist.new_group(backend="nccl")

@@ -134,6 +134,8 @@ class DeviceGroup(PythonProcessGroup):  # type: ignore[misc] # the class is PyTo
         return completed_work(tensors)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
+        if tensors and tensors[0].is_cpu:
+            return self._host_for_cpu().allreduce_coalesced(list(tensors), *([] if opts is None else [opts]))
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
@@ -166,6 +168,8 @@ class DeviceGroup(PythonProcessGroup):  # type: ignore[misc] # the class is PyTo
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> Any:
+        if inputs and inputs[0].is_cpu:
+            return self._host_for_cpu().allgather_coalesced(outputs, inputs)
         # PyTorch passes, for each rank, the list of its tensors
         return self.allgather([[out[k] for out in outputs] for k in range(len(inputs))], inputs, opts)
 
@@ -184,9 +188,7 @@ class DeviceGroup(PythonProcessGroup):  # type: ignore[misc] # the class is PyTo
     def allgather_into_tensor_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Any:
-        for out, t in zip(outputs, inputs, strict=True):
-            self._allgather_base(out, t, opts)
-        return completed_work(list(outputs))
+        return _coalesced([self._allgather_base(out, t, opts) for out, t in zip(outputs, inputs, strict=True)], outputs)
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
@@ -213,9 +215,9 @@ class DeviceGroup(PythonProcessGroup):  # type: ignore[misc] # the class is PyTo
     def reduce_scatter_tensor_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Any:
-        for out, t in zip(outputs, inputs, strict=True):
-            self._reduce_scatter_base(out, t, opts)
-        return completed_work(list(outputs))
+        return _coalesced(
+            [self._reduce_scatter_base(out, t, opts) for out, t in zip(outputs, inputs, strict=True)], outputs
+        )
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
@@ -284,6 +286,8 @@ class DeviceGroup(PythonProcessGroup):  # type: ignore[misc] # the class is PyTo
         return self._exchange(tensors, src, sends=False)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Any:
+        if tensors[0].is_cpu:
+            return self._host_for_cpu().recv_anysource(tensors, tag)
         raise ValueError(
             "recv from any rank is not supported with the backend nccl; name the rank: recv(tensor, src=...)"
         )
@@ -402,6 +406,15 @@ class DeviceGroup(PythonProcessGroup):  # type: ignore[misc] # the class is PyTo
         if len(parts) != self._size:
             raise ValueError(f"the list has {len(parts)} tensors, but the group has {self._size} ranks")
         _check_dtypes([*parts, like])
+
+
+def _coalesced(works: list[Any], outputs: Sequence[Tensor]) -> Any:
+    """One handle for several collectives. Those of CPU tensors are done only when their handles have been waited for."""
+    if not outputs or not outputs[0].is_cpu:
+        return completed_work(list(outputs))
+    for work in works[:-1]:
+        work.wait()
+    return works[-1]
 
 
 def _check_dtypes(tensors: Sequence[Tensor]) -> None:
