@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections import Counter
 
@@ -151,72 +152,114 @@ def test_hard_limit_holds_tenant_and_loses_no_work(stack, tmp_path):
         other.close()
 
 
-async def _journalled(stack):
-    """Core time by session and process of an executor, from the journals in the stream."""
-    connection = await nats.connect(stack.nats_url, user_credentials=str(stack.creds))
-    found, of = Counter(), {}
-    try:
-        async for kept in read_stream(connection.jetstream(), contracts.EXECUTOR_DISPATCH_JOURNALED):
-            if kept is None:
-                return found
-            batch = Batch.decode(kept.payload())
-            for event, decisions in map(decode_entry, batch.lines()):
-                if isinstance(event, LaunchDoneEvent):
-                    found[of[batch.journal, event.launch], batch.journal.rpartition(".")[0]] += event.core_ns
-                of.update({(batch.journal, d.launch): d.session for d in decisions if isinstance(d, LaunchDecision)})
-    finally:
-        await connection.close()
+class Streams:
+    """Reads the journals and the usage records of all executors, from now on, in a thread.
+
+    Attributes:
+        journal: core time by session and process of an executor, from the journals.
+        usage: the same from the usage records, without those that come from a journal.
+    """
+
+    def __init__(self, stack):
+        self.journal, self.usage = Counter(), Counter()
+        self._idle_since = {"journal": 0.0, "usage": 0.0}
+        self._launches = {}
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._read(stack)))
+        self._thread.start()
+
+    async def _read(self, stack):
+        connection = await nats.connect(stack.nats_url, user_credentials=str(stack.creds))
+        try:
+            js = connection.jetstream()
+            await asyncio.gather(
+                self._follow("journal", read_stream(js, contracts.EXECUTOR_DISPATCH_JOURNALED), self._add_journal),
+                self._follow("usage", read_stream(js, contracts.EXECUTOR_USAGE_RECORDED), self._add_usage),
+            )
+        finally:
+            await connection.close()
+
+    async def _follow(self, name, messages, add):
+        async for kept in messages:
+            if self._ends.is_set():
+                return
+            if kept is not None:
+                add(kept.payload())
+                self._idle_since[name] = 0.0
+            elif not self._idle_since[name]:
+                self._idle_since[name] = time.monotonic()
+
+    def _add_journal(self, payload):
+        batch = Batch.decode(payload)
+        process = batch.journal.rpartition(".")[0]
+        for event, decisions in map(decode_entry, batch.lines()):
+            if isinstance(event, LaunchDoneEvent):
+                self.journal[self._launches[batch.journal, event.launch], process] += event.core_ns
+            self._launches.update(
+                {(batch.journal, d.launch): d.session for d in decisions if isinstance(d, LaunchDecision)}
+            )
+
+    def _add_usage(self, event):
+        if not event.whole:
+            for record in event.records:
+                self.usage[record.session_id, event.source] += record.core_ns
+
+    def settle(self):
+        """Wait until neither stream has had a message for half a second."""
+        self._idle_since = dict.fromkeys(self._idle_since, 0.0)
+        until(lambda: all(self._idle_since.values()))
+
+    def close(self):
+        self._ends.set()
+        self._thread.join()
 
 
-async def _published(stack, session):
-    """Core time of a session by process of an executor, from the usage records in the stream."""
-    connection = await nats.connect(stack.nats_url, user_credentials=str(stack.creds))
-    found = Counter()
-    try:
-        async for kept in read_stream(connection.jetstream(), contracts.EXECUTOR_USAGE_RECORDED):
-            if kept is None:
-                return found
-            event = kept.payload()
-            if not event.whole:
-                found[event.source] += sum(r.core_ns for r in event.records if r.session_id == session)
-    finally:
-        await connection.close()
+def _stopped_ahead_of_usage(streams, run, executor):
+    """Stop the executor if the stream has more of its journal than of its usage. Otherwise, it runs on."""
+    if streams.journal[run] <= streams.usage[run]:
+        return False
+    os.kill(executor, signal.SIGSTOP)
+    streams.settle()  # a usage record may have been on its way
+    if streams.journal[run] > streams.usage[run]:
+        return True
+    os.kill(executor, signal.SIGCONT)
+    return False
 
 
 @pytest.mark.slow  # the tests of scheduler and metering have each half of this
 def test_killed_executor_is_billed_by_its_journal(stack, tmp_path):
+    """All that the journal says is billed, and once: also the work for which no usage record came."""
+    streams = Streams(stack)
     worker = Worker(stack, tmp_path / "k.py", "killed")
     try:
         for _ in range(20):
             worker.ask("work")
-        before = until(lambda: [r for r in booked(stack, "killed").rows if r.runs >= 20])
+        (before,) = until(lambda: [r for r in booked(stack, "killed").rows if r.runs >= 20])
+        (run,) = [run for run in streams.usage if run[0] == before.name]
+        executor = read_stack(stack.state_dir).services["executor-0"]
         worker.process.stdin.write("work\n" * 3000)  # the executor is busy when it is killed
         worker.process.stdin.flush()
-        time.sleep(1.3)
-        os.kill(read_stack(stack.state_dir).services["executor-0"], signal.SIGKILL)
-        time.sleep(1)
+        until(lambda: _stopped_ahead_of_usage(streams, run, executor))
+        worker.close()  # so that the session does not go on in the next process
+        os.kill(executor, signal.SIGKILL)
         os.kill(read_stack(stack.state_dir).services["metering"], signal.SIGKILL)
+        streams.settle()
     finally:
         worker.close()
-    again = until(lambda: booked(stack, "killed"))
-    assert again.rows[0].core_ucr >= before[0].core_ucr and again.quarantined == 0
-    session = before[0].name
-    journals = asyncio.run(_journalled(stack))
-    (killed, *_) = [
-        process for who, process in journals if who == session
-    ]  # the session may have gone on in a second process
+        streams.close()
 
-    def told():  # what the process had published before, and what its journal told later
-        own = ask(stack, contracts.METERING_ENTRY_LIST, EntriesRequest(session_id=session, limit=1000)).entries
-        return [e for e in own if "journal" in e.reason]
+    def by_journal():
+        own = ask(stack, contracts.METERING_ENTRY_LIST, EntriesRequest(session_id=before.name, limit=1000)).entries
+        return sum([e.core_ns for e in own if "journal" in e.reason])
 
-    until(told)
-    usage = asyncio.run(_published(stack, session))
-    (row,) = until(lambda: [r for r in booked(stack, "killed").rows if r.core_ns >= sum(usage.values())])
-    assert journals[session, killed] > usage[killed] >= before[0].core_ns
-    assert sum(e.core_ns for e in told()) == journals[session, killed] - usage[killed]
-    assert row.core_ns == sum(usage.values()) + journals[session, killed] - usage[killed]
-    worker = until(lambda: _begun(stack, tmp_path), 60)
+    until(lambda: booked(stack, "killed"))  # metering runs again
+    until(by_journal)
+    (row,) = until(lambda: [r for r in booked(stack, "killed").rows if r.core_ns >= streams.journal[run]])
+    assert [key for key in streams.journal if key[0] == before.name] == [run]
+    assert row.core_ns == streams.journal[run] > streams.usage[run] >= before.core_ns
+    assert by_journal() == streams.journal[run] - streams.usage[run]
+    assert row.core_ucr >= before.core_ucr and booked(stack, "killed").quarantined == 0
+    worker = until(lambda: _begun(stack, tmp_path))
     try:
         worker.ask("work")
         rows = until(lambda: [r for r in booked(stack, "later").rows if r.runs])
