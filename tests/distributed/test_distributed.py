@@ -38,6 +38,20 @@ def test_random_collectives_on_two_executors_have_the_values_of_gloo(program, ur
     assert all("all sequences agree" in out for out in found)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_random_programs_of_dtensor_have_the_values_of_a_mesh_of_cpus(program, url, other_url, ranks):
+    found = program("random_dtensors.py", 100, 115, at=[url, other_url] * (ranks // 2), ranks=ranks).output()
+    assert all("all programs agree" in out for out in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_random_trainings_have_the_weights_of_trainings_on_the_cpu(program, url, other_url, tmp_path, ranks):
+    found = program("random_trainings.py", 0, 10, tmp_path, at=[url, other_url] * (ranks // 2), ranks=ranks).output()
+    assert all("all trainings agree" in out for out in found)
+
+
 def test_trainings_of_two_ranks_have_the_weights_of_one_process(program):
     status, out, errors = program("training.py").results()[0]
     assert status == 0 and "Time stats" not in errors, errors
