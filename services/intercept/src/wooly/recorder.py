@@ -51,11 +51,19 @@ MAX_DEFERRED = 32
 Outline = tuple[int, int, int, int]
 
 
-class SentProgram(NamedTuple):
-    """A program that the executor of this session has: its digest and the packer of its params."""
+class SentProgram:
+    """A program that the executor of this session has.
 
-    digest: bytes
-    pack_params: struct.Struct
+    Attributes:
+        digest: its digest.
+        pack_params: packs its params.
+        times: how often it was sent.
+    """
+
+    __slots__ = ("digest", "pack_params", "times")
+
+    def __init__(self, digest: bytes, pack_params: struct.Struct) -> None:
+        self.digest, self.pack_params, self.times = digest, pack_params, 0
 
 
 class Work(NamedTuple):
@@ -800,11 +808,12 @@ class Recorder(ProgramFields):
         reply: bool,
     ) -> int:
         sent = self._sent.get(key)
-        self._limits.sent(len(work.origins), known=sent is not None)
         if sent is None:
             sent = self._sent[key] = self._define(link, work.words)
             if len(self._sent) > PROGRAMS_KEPT:
                 self._sent.popitem(last=False)
+        self._limits.sent(len(work.origins), sent.times)
+        sent.times += 1
         packed = sent.pack_params.pack(*params)
         seq = link.run(sent.digest, bind, packed, frees, work.words, work.origins, reply)
         self._sent.move_to_end(key)  # as the executor does when the run arrives

@@ -178,7 +178,7 @@ class Settings(BaseSettings):
         ge=1,
         le=4096,
         description="maximum number of instructions before the client sends a program; programs are shorter after a wait, and "
-        "while many of them are new to the executor",
+        "until a loop has sent the same ones often",
     )
     flush_interval_ms: float = Field(
         5.0, gt=0, description="milliseconds after which the client sends an open program to an idle executor"
