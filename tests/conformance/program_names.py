@@ -90,9 +90,10 @@ def apart(out, *read):
 
     Some kernels refuse such a call, and the others give anything if they resize the tensor.
     """
-    here = out.untyped_storage().data_ptr()
-    shared = 0 in out.stride() or any(t.untyped_storage().data_ptr() == here for t in read)
-    return torch.zeros(out.shape, dtype=out.dtype, device=D) if shared else out
+    memory = out.untyped_storage()
+    # On the CPU, all storages without memory have one address.
+    shares = memory.nbytes() and any(t.untyped_storage().data_ptr() == memory.data_ptr() for t in read)
+    return torch.zeros(out.shape, dtype=out.dtype, device=D) if shares or 0 in out.stride() else out
 
 
 def late(call):
