@@ -237,7 +237,7 @@ def bench_decisions(repeat):
         yield row(f"decision by {name}", "us", a * 1e4, b * 1e4, None, spread=spread)
 
 
-#: Calls of 20 steps after which a loop is in its steady state: its programs have become longer, and their steps are combined.
+#: Calls after which a loop is in its steady state: its programs have become longer, and their steps are combined.
 WARM = 40
 
 
@@ -609,7 +609,8 @@ def bench_loop(repeat):
             ("forward passes of a Llama", forward, 0.05),
             ("additions of 4 numbers", tiny, None),
         ):
-            work()
+            for _ in range(WARM):
+                work()
             found = []
             for _ in range(repeat + 1):
                 threads, device = clocks()
