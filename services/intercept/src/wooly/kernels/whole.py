@@ -48,8 +48,8 @@ WHOLE = (
     aten.rnn_relu_cell.default,
 )
 
-#: Operators of these that decompose on CPUs if gradients are wanted: there, an instruction costs less than its share of a second
-#: forward (training steps of cells take 0.6 of the time). On GPUs they are few fused kernels.
+#: Those that decompose on CPUs if gradients are wanted. There, the parts cost less than a second forward: training a loop over
+#: cells takes 0.6 of the time. On GPUs they are few fused kernels.
 SMALL = (aten.rms_norm.default, *cells.COMPOSED)
 
 _PLAIN = (Tensor, torch.nn.Parameter)
