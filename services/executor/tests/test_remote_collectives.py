@@ -11,7 +11,7 @@ from wooly_bus.channel import ChannelClosedError
 from wooly_bus.channel.token import SignedPass, peer_ticket
 from wooly_bus.keys import Key
 from wooly_executor.collectives import peers, remote, service
-from wooly_executor.collectives.peers import Introduction, Peer
+from wooly_executor.collectives.peers import Introduction, Peer, PeerLink
 from wooly_executor.errors import CollectiveError
 from wooly_executor.host_account import HostLimits
 from wooly_executor.memory.book import Scope
@@ -255,6 +255,23 @@ def test_ranks_at_two_executors_that_can_go_on_elsewhere_lose_their_sessions_tog
     home.call(functools.partial(home.loop.sessions.close, lost, "its client was killed", passing=True))
     with pytest.raises(ChannelClosedError, match=r"its client was killed|closed the connection") as caught:
         waits.sync()
+    assert caught.value.passing
+
+
+def test_rank_that_can_go_on_elsewhere_breaks_its_connection_before_its_thread_says_goodbye(make_device, monkeypatch):
+    abort = PeerLink.abort
+
+    def late(link, why):
+        link._thread.join(0.5)  # the thread runs first, if it has something to do
+        abort(link, why)
+
+    monkeypatch.setattr(PeerLink, "abort", late)
+    a, b, ranks = waiting(make_device)
+    ranks.send(0, What.ALL_REDUCE, **SUM, recovers=True)
+    wait_for(has_arrived(a, 1))
+    b.call(functools.partial(b.loop.sessions.close, "rank1", "its client was killed", passing=True))
+    with pytest.raises(ChannelClosedError) as caught:
+        ranks.clients[0].sync()
     assert caught.value.passing
 
 

@@ -182,9 +182,9 @@ class PeerLink:
             passing: the session may go on elsewhere: the other executor sees a broken connection.
         """
         self._reason, self._closing = reason, True
-        self._errands.put(None)
-        if self._busy or passing:
+        if self._busy or passing:  # before the thread ends, which would say goodbye
             self.abort("the session has ended")
+        self._errands.put(None)
 
     def abort(self, why: str) -> None:
         """Break the connection, because the other executor does not answer."""
