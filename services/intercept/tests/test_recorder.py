@@ -24,6 +24,8 @@ def sent(cuda, monkeypatch):
         recorder._without_end_form = 0  # the timer may have cut a program before this test
         recorder._end_forms.clear()
         recorder._kept_whole.clear()
+        monkeypatch.setattr(recorder, "_limits", ProgramLimits(recorder.limit))  # others may have sent loops
+        recorder.idle()
         monkeypatch.setattr(recorder.link, "run", lambda *args: found.append((args[0], len(args[5]))) or run(*args))
         yield found
 
