@@ -545,7 +545,7 @@ def test_compiled_function_asks_about_the_device_in_one_graph(cuda):
 
 
 class _Normed(nn.Module):
-    """A norm in float32, as those of language models. Exported programs check the device of what they convert."""
+    """Converts its operand to float32 and back. An exported program checks the device of each tensor that it converts."""
 
     def __init__(self):
         super().__init__()

@@ -1,5 +1,5 @@
 """Each collective on "cuda" tensors is compared with gloo on the same CPU tensors, and with the sum in the order of the ranks.
-Collectives of CPU tensors in the same group are compared with what they should be.
+A group for both devices also takes CPU tensors; those results are compared with sums and lists that the script computes.
 
 `collectives.py all` does so for more dtypes.
 """

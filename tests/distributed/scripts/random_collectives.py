@@ -9,12 +9,12 @@ booleans and few collectives of complex numbers, so it gets such tensors as byte
 
 import datetime
 import random
-import sys
 import warnings
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from seeds import agree
 
 warnings.simplefilter("ignore")
 DTYPES = (
@@ -114,9 +114,14 @@ class Sequence:
             if each is not None:
                 each.get_future().wait() if not side and self.own.random() < 0.3 else each.wait()
 
-    def call(self, function, *pairs):
-        """Call a collective on both sides. `function` gets the index of the side, and whether to return a work."""
+    def call(self, member, function, *pairs):
+        """Call a collective on both sides, if this rank is a member of its group. Others draw the same numbers.
+
+        `function` gets the index of the side, and whether to return a work.
+        """
         later = self.shared.random() < 0.5
+        if not member:
+            return
         works = [function(side, later) for side in (0, 1)]
         if later:
             self.works.append((works, {p[1].untyped_storage().data_ptr() for p in pairs}))
@@ -129,6 +134,7 @@ class Sequence:
                     self.said.append(f"seed {self.seed}, rank {rank}, {what}, tensor {n}: {ours}, with gloo {theirs}")
 
     def run(self):
+        """Take all steps. Returns what differs."""
         for _ in range(3):
             self.make()
         done = []
@@ -140,6 +146,7 @@ class Sequence:
                 self.compare(" ".join(done[-6:]))
         self.wait()
         self.compare("the end: " + " ".join(done[-8:]))
+        return self.said
 
     # -- steps on one rank --------------------------------------------------------------------------------------------
 
@@ -218,10 +225,7 @@ class Sequence:
             t = pair[side].view(torch.uint8) if side and dtype is torch.bool else pair[side]
             return dist.all_reduce(t, operator(side, op, dtype), group, async_op=later)
 
-        if member:
-            self.call(reduce, pair)
-        else:
-            self.shared.random()
+        self.call(member, reduce, pair)
         self.settle(pair)
 
     def settle(self, pair):
@@ -232,12 +236,9 @@ class Sequence:
     def broadcast(self):
         pair, (group, members, member) = self.pick(), self.group()
         source = self.shared.choice(members)
-        if member:
-            self.call(
-                lambda side, later: dist.broadcast(as_taken(side, pair[side]), source, group, async_op=later), pair
-            )
-        else:
-            self.shared.random()
+        self.call(
+            member, lambda side, later: dist.broadcast(as_taken(side, pair[side]), source, group, async_op=later), pair
+        )
         self.settle(pair)
 
     def all_gather(self):
@@ -253,10 +254,7 @@ class Sequence:
                 return dist.all_gather_into_tensor(out, t, group, async_op=later)
             return dist.all_gather(list(out.unbind()), t, group, async_op=later)
 
-        if member:
-            self.call(gather, found, flat)
-        else:
-            self.shared.random()
+        self.call(member, gather, found, flat)
         self.new(found)
         self.settle(found)
 
@@ -265,12 +263,8 @@ class Sequence:
         root = self.shared.choice(members)
         self.small(pair)
         mine, dtype = [t.clone() for t in pair], pair[1].dtype  # gloo writes the operands of the others, too
-        if dtype.is_complex or dtype is torch.bool:
-            self.shared.random()
-        elif member:
-            self.call(lambda side, later: dist.reduce(mine[side], root, op, group, async_op=later), mine)
-        else:
-            self.shared.random()
+        member = member and not (dtype.is_complex or dtype is torch.bool)
+        self.call(member, lambda side, later: dist.reduce(mine[side], root, op, group, async_op=later), mine)
         if rank == root:
             self.wait(mine[1].untyped_storage().data_ptr())
             self.same("reduce", mine)
@@ -288,10 +282,7 @@ class Sequence:
             out = list(as_taken(side, found[side]).unbind()) if rank == root else None
             return dist.gather(as_taken(side, flat[side]), out, root, group, async_op=later)
 
-        if member:
-            self.call(gather, found, flat)
-        else:
-            self.shared.random()
+        self.call(member, gather, found, flat)
         self.new(found)
         self.settle(found)
 
@@ -304,10 +295,7 @@ class Sequence:
             parts = list(as_taken(side, given[side]).unbind()) if rank == root else None
             return dist.scatter(as_taken(side, found[side]), parts, root, group, async_op=later)
 
-        if member:
-            self.call(scatter, found, given)
-        else:
-            self.shared.random()
+        self.call(member, scatter, found, given)
         self.new(found)
         self.settle(found)
 
@@ -325,10 +313,7 @@ class Sequence:
                 )
             return dist.reduce_scatter_tensor(out, t, how, group, async_op=later)
 
-        if member:
-            self.call(scatter, found, given)
-        else:
-            self.shared.random()
+        self.call(member, scatter, found, given)
         self.new(found)
         self.settle(found)
 
@@ -358,7 +343,7 @@ class Sequence:
                 return dist.all_to_all(list(out.split(taken)), list(t.split(sent)), group, async_op=later)
             return dist.all_to_all_single(out, t, *splits, group, async_op=later)
 
-        self.call(exchange, found, given)
+        self.call(True, exchange, found, given)
         self.wait(found[1].untyped_storage().data_ptr())
         self.same("all_to_all", found)
         self.make()
@@ -538,15 +523,6 @@ KINDS = [
     *(Sequence.objects, Sequence.objects_on_the_device, Sequence.barrier, Sequence.wait_for_all),
 ]
 
-first, last = map(int, sys.argv[1:])
-for seed in range(first, last):
-    sequence = Sequence(seed)
-    sequence.run()
-    wrong = torch.tensor([len(sequence.said)])
-    dist.all_reduce(wrong)
-    if wrong:
-        print("\n".join(sequence.said), flush=True)
-        break
-else:
+if agree(lambda seed: "\n".join(Sequence(seed).run())):
     print("all sequences agree", flush=True)
 dist.destroy_process_group()

@@ -9,12 +9,12 @@ ranks. If an operator refuses its operands, it must do so on both.
 import datetime
 import logging
 import random
-import sys
 import warnings
 
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as dtensors
+from seeds import agree
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -86,6 +86,7 @@ class Sequence:
             self.say(f"{ours.placements} {mine}; on the CPU {other}")
 
     def run(self):
+        """Take all steps. Returns what differs."""
         for _ in range(3):
             self.make()
         for _ in range(STEPS):
@@ -97,6 +98,7 @@ class Sequence:
             whole = [t.full_tensor() for t in pair]
             if not torch.equal(whole[0].cpu(), whole[1]):
                 self.say(f"whole {whole}")
+        return self.said
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -246,15 +248,6 @@ KINDS = [
     *(Sequence.whole, Sequence.random_numbers),
 ]
 
-first, last = map(int, sys.argv[1:])
-for seed in range(first, last):
-    sequence = Sequence(seed)
-    sequence.run()
-    wrong = torch.tensor([len(sequence.said)])
-    dist.all_reduce(wrong)
-    if wrong:
-        print("\n".join(sequence.said), flush=True)
-        break
-else:
+if agree(lambda seed: "\n".join(Sequence(seed).run())):
     print("all programs agree", flush=True)
 dist.destroy_process_group()

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from seeds import agree, seeds
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict
@@ -299,21 +300,18 @@ class Training:
         return ""
 
 
-first, last = map(int, sys.argv[1:3])
-refused = 0
-for seed in range(first, last):
+refused = []
+
+
+def check(seed):
     said = Training(seed).run()
-    refused += said == REFUSED
-    wrong = torch.tensor([len(said) if said != REFUSED else 0])
-    dist.all_reduce(wrong)
-    if wrong:
-        print(said, flush=True)
-        break
-else:
-    print(
-        "nearly all were refused" if 2 * refused > last - first else "all trainings agree",
-        refused,
-        "refused",
-        flush=True,
-    )
+    if said != REFUSED:
+        return said
+    refused.append(seed)
+    return ""
+
+
+if agree(check):
+    most = 2 * len(refused) > len(seeds())
+    print("nearly all were refused" if most else "all trainings agree", len(refused), "refused", flush=True)
 dist.destroy_process_group()

@@ -29,6 +29,7 @@ from wooly.facade.build import CUDA_VERSION
 from wooly.hops import Hops
 from wooly.link import Link
 from wooly.opening import Part, Reach, connect_all, open_and_use, parts_of, reach_of
+from wooly.program_limits import MOST, SHORT
 from wooly.recovery import Recovery
 from wooly.room import first_grant
 from wooly.storage import MAX_DEVICES, NO_LIMIT
@@ -98,7 +99,7 @@ def attach(
     token: str,
     *,
     more: Sequence[Part] = (),
-    flush_instructions: int = 512,
+    flush_instructions: int = MOST,
     flush_interval_s: float = 0.005,
     executor_id: str = "",
     node: str = "",
@@ -174,7 +175,7 @@ def attach_link(link: Any) -> RegisteredDevice:
     with _lock:
         if _attached is not None:
             raise WoolyError("this process has an open session; close it first with wooly.disable()")
-        device = register(128)
+        device = register(SHORT)
         _adopt(device, [link])
         _attached = _Attached(device, [link], [Part(())], [])
         return device

@@ -318,7 +318,7 @@ class RegisteredDevice:
         return self.devices.recorders[raw_device(t).index]
 
     def _is_on_cpu(self, t: torch.Tensor) -> bool:
-        return widening.is_needed(self._recorder_of(t))
+        return self._recorder_of(t).on_cpu()
 
     def _register_factories(self, library: torch.library.Library) -> None:
         """Register the factories under the key CUDA, too. So `device="cuda"` makes Wooly tensors without a patch per call."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import Final
 
-#: Limit of short programs, and of the first ones after a wait.
+#: Limit of short programs, and of the first ones after a wait; and the highest limit, if the setting names no other.
 SHORT: Final = 128
+MOST: Final = 512
 #: Number of programs, one after the other, that must have been sent often before programs become longer; and its maximum, after
 #: attempts whose longer programs stayed new.
 IN_A_ROW: Final = 128

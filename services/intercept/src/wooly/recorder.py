@@ -927,6 +927,10 @@ class Recorder(ProgramFields):
             )
         return self.link
 
+    def on_cpu(self) -> bool:
+        """Whether the executor computes on a CPU. Connects the session if that is not known."""
+        return self.require_link().device.get("vendor") == "cpu"
+
     def name_of(self, words: list[int], instruction: int) -> str:
         """Name of the operation with index `instruction` in recorded words."""
         i = 0

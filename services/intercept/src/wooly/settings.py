@@ -20,6 +20,7 @@ from pydantic_settings import (
 from wooly_bus.other_names import CLIENT, EXECUTOR, translated
 
 from wooly.errors import WoolyError
+from wooly.program_limits import MOST
 
 log = logging.getLogger("wooly")
 #: Prefix of the environment variables that are settings.
@@ -174,7 +175,7 @@ class Settings(BaseSettings):
         "everything",
     )
     flush_instructions: int = Field(
-        512,
+        MOST,
         ge=1,
         le=4096,
         description="maximum number of instructions before the client sends a program; programs are shorter after a wait, and "

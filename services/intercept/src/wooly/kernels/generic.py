@@ -224,7 +224,7 @@ class Generic:
                 if gaps:
                     call = Call(args, kwargs)
                     narrow = widening.gap_of(gaps, call)
-                    if narrow is not None and widening.is_needed(self._recorder_of(buffers, call)):
+                    if narrow is not None and self._recorder_of(buffers, call).on_cpu():
                         return widening.compute_wider(facts, narrow, call)
                 try:
                     planned = self._plan(facts, signature, buffers, args, kwargs, asked, doubtful)
@@ -469,7 +469,7 @@ class Generic:
 
     def on_cpu(self, tensors: Iterable[Tensor]) -> bool:
         """Whether the executor of the device of the first device tensor computes on a CPU."""
-        return self._recorder_at(tensors).require_link().device.get("vendor") == "cpu"
+        return self._recorder_at(tensors).on_cpu()
 
     def _recorder_at(self, tensors: Iterable[Tensor]) -> Recorder:
         found = (d.index for d in map(raw_device, tensors) if d.type == NAME)

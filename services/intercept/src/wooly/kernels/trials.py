@@ -76,8 +76,7 @@ class Trials:
         Raises:
             Exception: the kernel's error about an unsupported dtype.
         """
-        link = recorder.require_link()
-        if link.device.get("vendor") != "cpu" or facts.name in INFERRED_ON_HOST:
+        if not recorder.on_cpu() or facts.name in INFERRED_ON_HOST:
             return RuntimeError("not tried on the host") if UNFIT in doubtful else None
         if facts.extension:  # native code of others may end this process if values do not fit together
             return None

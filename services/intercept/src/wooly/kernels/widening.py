@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from wooly.kernels.schema import Call, OpFacts, tensors_of
-from wooly.recorder import Recorder
 from wooly.torch_private import OpOverload, tree_map
 
 _HALVES: Final = frozenset({torch.float16, torch.bfloat16})
@@ -85,11 +84,6 @@ def gap_of(gaps: frozenset[torch.dtype], call: Call) -> torch.dtype | None:
             dtypes = [torch.complex32 if d is torch.float16 else d for d in dtypes]  # the number makes them complex
         dtype = reduce(torch.promote_types, dtypes) if gaps.intersection(dtypes) else None
     return dtype if dtype in gaps else None
-
-
-def is_needed(recorder: Recorder) -> bool:
-    """Whether the device is a CPU. Connects the session if that is not known."""
-    return recorder.require_link().device.get("vendor") == "cpu"
 
 
 def compute_wider(facts: OpFacts, narrow: torch.dtype, call: Call) -> Any:
