@@ -260,7 +260,10 @@ class Maker:
             )
             made = f"torch.{op}({a}, {b})"
         elif way == 2:
-            made = f"torch.add({a}, {b}, alpha={rng.choice((2, 3, -1))})"
+            alpha = rng.choice(("2", "3", "-1", f"{a}.detach().float().mean()", f"{b}.detach().double().max()"))
+            made = f"torch.{rng.choice(('add', 'sub'))}({a}, {b}, alpha={alpha})"
+            if "mean" in alpha or "max" in alpha:
+                return f"with torch.no_grad(): {self.new()} = {made}"
         elif way == 3:
             made = f"torch.where({a} > {self.number()}, {a}, {b})"
         elif way == 4 and whole:

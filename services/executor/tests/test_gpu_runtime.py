@@ -538,6 +538,24 @@ def with_step_between(*call):
 HISTOGRAM = "aten.histc.default", 4, -1.0, 1.0
 
 
+def test_graphs_do_not_contain_a_call_that_reads_its_number(gpu, cpu, driver):
+    t = Tape()
+    x, number = t.input(F32, 8, 4), t.input(F32)
+    for _ in range(2):
+        for _ in range(5):
+            t.op("tanh", x, into=x)
+        t.extern("aten.add_.Tensor", x, x, written=[x], named=[("alpha", number)])
+        t.op("add", number, number, 0.125, into=number)
+    program, slots = t.program()
+    contents = {slots[x.slot]: torch.randn(8, 4), slots[number.slot]: torch.tensor(0.5)}
+    prepared = gpu.ready(program).prepared
+    theirs = loop(cpu, cpu.ready(program).prepared, contents, t.params, 40)
+    ours = loop(gpu, prepared, contents, t.params, 40)
+    equal(ours, theirs)
+    assert driver.replays > 20 and not driver.recording
+    assert driver.captures == sum(map(len, prepared.stretches.values()))
+
+
 def test_graphs_step_that_waits_splits_stretch(gpu, cpu, driver):
     program, params, contents = with_step_between(*HISTOGRAM)
     prepared = gpu.ready(program).prepared

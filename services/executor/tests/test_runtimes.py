@@ -468,6 +468,42 @@ def test_fill_with_a_number_of_the_run_is_part_of_a_segment(wis, dtype, kind, va
         assert len(prepared.hot) == 1
 
 
+@pytest.mark.parametrize("dtype", [DType.F32, DType.F64, DType.BF16], ids=str)
+def test_number_that_is_an_operand_is_read_within_a_segment(wis, dtype):
+    """`x.add_(y, alpha=t)`: each run reads `t`, which the step before it writes."""
+    v, number = wis.at(DType.F32, 4), wis.at(dtype)
+    body = wis.body()
+    for name in ("x", "y"):
+        body.call("aten.tanh_.default", ("inout", name, v))
+    body.call("aten.neg_.default", ("inout", "t", number))
+    operands = ("inout", "x", v), ("in", "y", v), ("in", "t", number)
+    body.call("aten.add_.Tensor", *operands, args=tuple(REFS[:2]), kwargs=(("alpha", REFS[2]),))
+    runtime = TorchCpuRuntime(hot=3)
+    with torch.inference_mode():
+        prepared, ids = ProgramStore(runtime).define(body.raw).prepared, {name: i for i, name in enumerate(body.names)}
+        for k in range(5):
+            buffers = {ids[n]: runtime.allocate(16) for n in "xyt"}
+            x, y = [as_view(buffers[ids[n]].base, v).copy_(torch.arange(4.0) / 3 + at) for at, n in enumerate("xy")]
+            t = as_view(buffers[ids["t"]].base.view(TORCH_DTYPE[dtype]), number).fill_(0.3 + k)
+            expected = x.tanh().add(y.tanh(), alpha=-t)
+            assert runtime.run(prepared, buffers, list(ids.values()), []).failed_at is None
+            assert torch.equal(x, expected)
+        assert len(prepared.hot) == 1
+
+
+def test_operand_that_is_no_number_fails_its_instruction(wis):
+    v = wis.at(DType.F32, 4)
+    operands = ("inout", "x", v), ("in", "y", v), ("in", "t", v)
+    body = wis.body().call("aten.add_.Tensor", *operands, args=tuple(REFS[:2]), kwargs=(("alpha", REFS[2]),))
+    runtime = TorchCpuRuntime(hot=2)
+    with torch.inference_mode():
+        prepared, ids = ProgramStore(runtime).define(body.raw).prepared, {name: i for i, name in enumerate(body.names)}
+        for _ in range(4):
+            buffers = {ids[n]: runtime.allocate(16) for n in "xyt"}
+            outcome = runtime.run(prepared, buffers, list(ids.values()), [])
+            assert outcome.failed_at == 0 and "alpha" in outcome.error
+
+
 @pytest.mark.parametrize(("most", "parts"), [(255, 3), (511, 2), (512, 1)])
 def test_segment_ends_when_it_holds_too_much_memory_that_its_steps_would_free(wis, monkeypatch, most, parts):
     """Only values from outside count: the interpreter drops its own ones after their last use."""

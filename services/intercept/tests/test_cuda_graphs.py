@@ -303,6 +303,7 @@ def test_graph_inside_graph_equals_its_work(side):
         lambda x: print(x),
         lambda x: torch.cuda.synchronize(),
         lambda x: torch.cuda.current_stream().synchronize(),
+        torch.no_grad()(lambda x: torch.add(x, x, alpha=x.sum())),
     ],
 )
 def test_call_that_waits_in_capture_raises_and_session_stays_whole(side, call):

@@ -53,7 +53,8 @@ BASE: dict[str, BaseOpcode] = {
             {"args", "conj", "deterministic", "flags", "kwargs", "name", "neg", "rng", "scalars", "vjp", "wanted"}
         ),
         "calls an operator of the device's library from the allow-list, or an operator of an extension library that the "
-        "executor offers; `rng` is the (seed, offset) pair of a random operator, "
+        "executor offers; `alpha` of a sum or a difference may be an operand without dimensions; "
+        "`rng` is the (seed, offset) pair of a random operator, "
         "so that a replay draws the same numbers; the operator reads the operands in `conj` conjugated and the operands in "
         "`neg` negated; `wanted` lists operands that need gradients (a library may choose its kernels by this list); with "
         "`vjp` (gradients of the operator's results), the instruction returns the gradients of `wanted`, not the results; "

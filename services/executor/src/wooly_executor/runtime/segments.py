@@ -445,9 +445,14 @@ class Segment:
             self._line([name], f"prim::ListConstruct({', '.join(parts)})", written)
             return "%" + name
         if isinstance(value, OperandRef):
-            if kind != "Tensor":
+            operand = self._value(register_name(step.operands[value.index]))
+            if kind == "Tensor":
+                return operand
+            if kind != "number" or step.device is not None:
                 raise SeparateStepError
-            return self._value(register_name(step.operands[value.index]))
+            number = self._fresh()
+            self._define([number], "Float", [operand], self._at, None, "float")
+            return "%" + number
         if isinstance(value, ParamRef):
             return self._param(value, kind, step)
         if refers(value):

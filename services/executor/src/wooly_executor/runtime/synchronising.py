@@ -51,6 +51,13 @@ def waits(call: LibraryCall, form: Form) -> bool:
         given = dict(zip([a.name for a in schema_of(op).arguments], call.args, strict=False)).get("indices", ())
         views = [form.operands[r.index].view for r in given if isinstance(r, OperandRef)]
         return any(view is None or view.dtype in _MASKS for view in views)
-    if name in _WAITING or any(tag in op.tags for tag in _TAGS):
+    if name in _WAITING or any(tag in op.tags for tag in _TAGS) or _reads_number(call):
         return True
     return name.lstrip("_").startswith("linalg_") and name.lstrip("_") not in _FREE_LINALG
+
+
+def _reads_number(call: LibraryCall) -> bool:
+    """Whether an operand is in the place of a number, which the operator then reads."""
+    declared = schema_of(call.op).arguments
+    given = {a.name: v for a, v in zip(declared, call.args, strict=False)} | dict(call.kwargs)
+    return any(isinstance(given.get(a.name), OperandRef) and str(a.type) == "number" for a in declared)

@@ -17,6 +17,7 @@ from wooly_wis.program import Attr, Form, Operand, OperandRef, ParamKind, ParamR
 from wooly import storage
 from wooly.devices import mixed_devices
 from wooly.dtypes import DTYPES
+from wooly.kernels.device_numbers import DeviceNumber
 from wooly.kernels.opcodes import native_form
 from wooly.kernels.overlap import FILLS, without_overlap
 from wooly.kernels.schema import Call, OpFacts
@@ -101,7 +102,7 @@ class _Encoded:
         if isinstance(a, Tensor):
             return self._operand(a, name) if raw_device(a).type == "wooly" else self._scalar(a)
         if lift and isinstance(a, (bool, int, float, complex)):
-            return self._param(a)
+            return self._operand(a.tensor, name) if isinstance(a, DeviceNumber) else self._param(a)
         if isinstance(a, (list, tuple)):
             return tuple([self.attr(x, name, lift) for x in a])
         return constant(a)

@@ -26,6 +26,7 @@ from wooly.flags import Flags
 from wooly.interned_forms import Forms
 from wooly.kernels import widening
 from wooly.kernels.alerts import ALERTS
+from wooly.kernels.device_numbers import DeviceNumber, takes_device_number, tensor_of, with_numbers
 from wooly.kernels.forms import is_python_number
 from wooly.kernels.host_copies import REAL, tensor_on
 from wooly.kernels.host_values import HostValues, wait_as_cuda
@@ -212,6 +213,11 @@ class Generic:
             else:
                 if native.module is not None:
                     native.module.disarm()
+                if DeviceNumber in signature:
+                    if not (takes_device_number(facts.name, args) and _on_one_device(buffers)):
+                        args, kwargs = with_numbers(Call(args, kwargs), float)
+                        return run(*args, drawn_from=drawn_from, **kwargs)
+                    args, kwargs = with_numbers(Call(args, kwargs), DeviceNumber)
                 if mutable and not asks_host:
                     wrong = out_sizes.get(signature)
                     if wrong is not None:
@@ -704,6 +710,9 @@ def _collect(a: Any, scalar: bool, key: list[Any], buffers: list[int], params: l
     elif scalar and isinstance(a, _NUMBERS):
         key.append(a.__class__)
         _bind(a, params)
+    elif scalar and isinstance(a, torch.SymFloat):
+        key.append(DeviceNumber)
+        _collect(tensor_of(a), False, key, buffers, params)
     else:
         key.append(a)
 

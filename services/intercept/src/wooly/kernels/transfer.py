@@ -22,6 +22,7 @@ from wooly.determinism import Determinism, Mode
 from wooly.devices import NAME, Devices
 from wooly.early_reads import MAX_EARLY_BYTES, EarlyRead
 from wooly.interned_forms import Forms
+from wooly.kernels.device_numbers import number_for_call
 from wooly.kernels.forms import Number, host_scalar, view_of
 from wooly.kernels.host_copies import MAX_BYTES, REAL, nbytes_of, part_of, tensor_on
 from wooly.kernels.host_values import HostValues, Range, wait_as_cuda
@@ -29,6 +30,7 @@ from wooly.kernels.overlap import refuse_overlap, refuse_partial_overlap
 from wooly.kernels.resolving import plain
 from wooly.link import MIRROR_ITEM_LIMIT, Link, ViewKey
 from wooly.origins import origin
+from wooly.python_private import frame_at
 from wooly.recorder import Recorder
 from wooly.storage import (
     DEVICE_MASK,
@@ -45,6 +47,8 @@ from wooly.torch_private import is_zero_tensor, neg_view, raw_device, raw_storag
 
 aten = torch.ops.aten
 _set_cpu = redispatch_cpu(aten.set_.source_Storage_storage_offset)
+#: Whether autograd may keep the numbers of calls.
+_keeps_numbers = torch.is_grad_enabled
 
 
 def bytes_of(t: Tensor) -> memoryview:
@@ -811,7 +815,20 @@ class Transfer:
         return True
 
     def local_scalar_dense(self, t: Tensor) -> Any:
-        """`aten._local_scalar_dense`, which `.item()` calls."""
+        """`aten._local_scalar_dense`, which `.item()` calls, and each call that takes a tensor as a number."""
+        number = None if _keeps_numbers() else number_for_call(t, frame_at(0).f_back, self._number)
+        if number is not None:
+            at = address_of(t)
+            recorder = self._recorder_at(at)
+            with recorder.lock:
+                link = recorder.require_link()
+                known = link.mirrors_of(recorder.lazy_clones.holder(at >> ID_SHIFT))
+                if not known and recorder.capture is None:
+                    wait_as_cuda(recorder, link)
+                    return number
+        return self.to_host(plain(t)).item()
+
+    def _number(self, t: Tensor) -> Any:
         return self.to_host(plain(t)).item()
 
     # -- storages ----------------------------------------------------------------------------------------------------

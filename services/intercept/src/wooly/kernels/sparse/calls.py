@@ -257,6 +257,8 @@ def _summed(packet: str, record: Callable[..., Any]) -> Callable[..., Any]:
         if not (is_sparse(a) and is_sparse(b)):
             return record(a, b, **kwargs)
         alpha = kwargs.get("alpha", 1)
+        if isinstance(alpha, torch.SymFloat):  # it stands for a number on the device
+            alpha = float(alpha)
         if _can_be_joined(a, b, alpha):
             return _joined(a, b, alpha if packet == "add" else -alpha)
         if torch.result_type(a, b) is not torch.float16:
