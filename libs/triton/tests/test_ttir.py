@@ -54,6 +54,15 @@ def body(*lines):
     return HEAD + "\n".join(f"    {line}" for line in lines) + TAIL
 
 
+def test_attribute_of_several_dimensions_is_read():
+    """`tl.max_contiguous` and `tl.multiple_of` write them."""
+    hints = "{tt.contiguity = dense<[64, -1]> : tensor<2xi32>, tt.divisibility = dense<16> : tensor<1xi32>}"
+    (kernel,) = read(f"{HEAD}    %m = arith.remsi %n, %n {hints} : i32{TAIL}")
+    assert kernel.blocks[0].ops[0].attrs == {"tt.contiguity": (64, -1), "tt.divisibility": (16,)}
+    with pytest.raises(ForeignError, match="expected a number"):
+        read(f"{HEAD}    %m = arith.remsi %n, %n {{a = dense<true> : tensor<1xi1>}} : i32{TAIL}")
+
+
 def test_lowering_of_a_kernel_reports_written_parameters():
     found = lowered(WHOLE)
     assert [(p.buffer, p.writes) for p in found.parameters] == [(True, True), (False, False)]

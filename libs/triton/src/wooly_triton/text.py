@@ -378,6 +378,20 @@ class Reader:
             parts.append(token.text)
         return "".join(parts)
 
+    def _dense(self) -> tuple[int, ...]:
+        """The numbers of an attribute of a tensor after its mark, such as `dense<[16, 1]> : tensor<2xi32>`."""
+        self._expect("<")
+        numbers = []
+        while not self._take(">"):
+            part = self._next()
+            if part.kind == "number" and re.fullmatch(r"-?\d{1,18}", part.text):
+                numbers.append(int(part.text))
+            elif part.text not in (",", "[", "]"):
+                raise self._wrong("expected a number")
+        self._expect(":")
+        self._type()
+        return tuple(numbers)
+
     def _attr(self) -> Attr:
         token = self._next()
         value: Attr
@@ -397,6 +411,10 @@ class Reader:
             return tuple(numbers)
         if token.text == "#":
             return self._dialect_attr()
+        if (
+            token.text == "dense"
+        ):  # what Triton says of several dimensions: `tt.divisibility = dense<[16, 1]> : tensor<2xi32>`
+            return self._dense()
         if token.kind == "number":
             try:
                 value = int(token.text, 0) if re.fullmatch(r"-?\d{1,18}|0x\w{1,16}", token.text) else float(token.text)
