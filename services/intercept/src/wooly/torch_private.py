@@ -1119,16 +1119,67 @@ DeviceType: Any = torch._C._autograd.DeviceType
 KINETO: Any = torch._C._profiler.ProfilerState.KINETO
 
 
-def python_registrations(key: str, unless: str) -> list[torch._ops.OpOverload]:
+def python_registrations(key: str, unless: str | None) -> list[torch._ops.OpOverload]:
     """The operators for which Python has registered a kernel under one dispatch key, but not under another one."""
     found = []
     for entry in sorted(torch.library._impls):
         operator, _, of = entry.rpartition("/")
         if of == key and f"{operator}/{unless}" not in torch.library._impls:
             space, _, name = operator.partition("/")
-            packet = getattr(getattr(torch.ops, space), name.partition(".")[0])
-            found.append(getattr(packet, name.partition(".")[2] or "default"))
+            packet = getattr(getattr(torch.ops, space), name.partition(".")[0], None)
+            overload = getattr(packet, name.partition(".")[2] or "default", None)
+            if overload is not None:  # PyTorch also takes kernels for operators that do not exist
+                found.append(overload)
     return found
+
+
+def qualified_name(space: str, name: Any) -> str:
+    """The name ("aten::add.Tensor") of an operator that `torch.library` gets as "add.Tensor", "aten::add.Tensor" or overload."""
+    return str(name.name()) if isinstance(name, OpOverload) else f"{space}::{name.rpartition('::')[2]}"
+
+
+def exists(op_name: str) -> bool:
+    """Whether an operator ("aten::add.Tensor") is defined."""
+    return torch._C._dispatch_has_kernel(op_name)
+
+
+def is_registered_in_python(op_name: str, key: str, library: torch.library.Library | None = None) -> bool:
+    """Whether a library (default: any) has registered a kernel in Python for an operator and a dispatch key."""
+    entries = torch.library._impls if library is None else library._op_impls
+    return f"{op_name.replace('::', '/')}/{key}" in entries
+
+
+def is_for_cuda_alone(kernel: Any) -> bool:
+    """Whether a kernel in Python is one of PyTorch's own, which replace CUDA's for certain GPUs (`torch._native`)."""
+    return str(getattr(kernel, "__module__", "")).startswith("torch._native")
+
+
+def operators_for_cuda_alone() -> set[str]:
+    """The operators for which PyTorch has registered such kernels under the key CUDA. Before torch 2.13, there are none."""
+    registry = sys.modules.get("torch._native.registry")
+    return {name for name, key in getattr(registry, "_aten_override_libs", ()) if key == "CUDA"}
+
+
+def destroy(library: torch.library.Library) -> None:
+    """Remove all kernels that a library has registered."""
+    library._destroy()
+
+
+class _Destroys:
+    """A handle that a library keeps for what it has registered: another library."""
+
+    def __init__(self, library: torch.library.Library) -> None:
+        self.destroy = library._destroy
+
+
+def destroy_together(library: torch.library.Library, other: torch.library.Library) -> None:
+    """Let the kernels of `other` end with those of `library`."""
+    library._registration_handles.append(_Destroys(other))  # type: ignore[arg-type] # a RegistrationHandle in all but its class
+
+
+def kernel_before(op: torch._ops.OpOverload, key: str) -> Callable[..., Any]:
+    """A callable `(keys, *args)` that runs the kernel that `op` has now for a dispatch key. Another one may replace it later."""
+    return torch.library.get_kernel(op, key).call_boxed
 
 
 def redispatch_to(op: torch._ops.OpOverload, key: str) -> Callable[..., Any]:

@@ -74,7 +74,9 @@ class Extensions:
         link = self._devices.recorders[index].require_link()
         found = self._resolved.get((op, index))
         if found is None or found.link is not link:
-            found = self._resolved[op, index] = _Resolved(link, self._kernel(op, link))
+            found = _Resolved(link, self._kernel(op, link))
+            if not isinstance(found.kernel, _Failing):  # a script may register a function later
+                self._resolved[op, index] = found
         return found.kernel(*args, **kwargs)
 
     def _device_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -111,7 +113,7 @@ class Extensions:
                 return kernel
         if body is not None:
             return lambda *args, **kwargs: _run_here(op, body, args, kwargs)
-        return _failing(op, missing or _not_offered(op, link))
+        return _Failing(op, missing or _not_offered(op, link))
 
 
 def register_autocast() -> torch.library.Library:
@@ -158,10 +160,14 @@ def _not_offered(op: OpOverload, link: Link) -> str:
     return f"the executor offers {known}, and no Python function is registered for it under CUDA; {cure}"
 
 
-def _failing(op: OpOverload, why: str) -> Callable[..., Any]:
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
-            f"{op} is not supported on the wooly device: {why}; or compute it on the CPU: x.cpu()"
-        )
+class _Failing:
+    """The kernel of an operator that has none."""
 
-    return fail
+    def __init__(self, op: OpOverload, why: str) -> None:
+        self._op = op
+        self._why = why
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"{self._op} is not supported on the wooly device: {self._why}; or compute it on the CPU: x.cpu()"
+        )

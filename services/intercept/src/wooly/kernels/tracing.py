@@ -8,7 +8,7 @@ graph. So a kernel that looks at sizes would change the graph.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,10 +22,15 @@ _BELOW = {"PrivateUse1", "CUDA"}
 
 
 class Untraced(torch.library.Library):
-    """A library whose kernels for constants run while no trace of `torch.jit.trace` is active."""
+    """The library of the device's kernels. Those for constants run while no trace of `torch.jit.trace` is active."""
+
+    #: Names of the operators that have a kernel of the device under the key CUDA.
+    of_cuda: ClassVar[set[str]] = set()
 
     def impl(self, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> None:
         """Register a kernel, as `torch.library.Library.impl`."""
+        if dispatch_key == "CUDA":
+            self.of_cuda.add(op_name)
         wrapped = dispatch_key in _BELOW and op_name in _CONSTANTS
         super().impl(op_name, untraced(fn) if wrapped else fn, dispatch_key, **options)  # type: ignore[no-untyped-call]
 
