@@ -116,6 +116,23 @@ def test_checked_factorisation_raises_at_the_call(cuda, name):
         factorise(torch.zeros(2, 2, 2, device=cuda), check_errors=True)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t: torch.histc(t),
+        lambda t: torch.searchsorted(t, t, sorter=torch.full((2,), 9, device=t.device)),
+    ],
+    ids=["histc", "searchsorted"],
+)
+def test_operator_whose_check_waits_on_cuda_raises_at_the_call(cuda, call):
+    found = []
+    for where in ("cpu", cuda):
+        with pytest.raises(RuntimeError) as raised:
+            call(torch.full((2,), torch.inf, device=where))
+        found.append((type(raised.value), str(raised.value)))
+    assert found[0] == found[1]
+
+
 def test_decomposition_that_fails_raises_at_the_call(cuda):
     bad = torch.full((2, 2), float("nan"), device=cuda)
     with pytest.raises(torch.linalg.LinAlgError, match=r"linalg.svd: The algorithm failed to converge"):

@@ -247,6 +247,28 @@ def test_write_to_conjugate_or_negative_view_changes_base(cuda, name, seen):
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
 
 
+SOURCES = {
+    "real": torch.tensor([1.0, -2.0, 0.0, -0.0]),
+    "wider": torch.tensor([1.0, -2.0, 0.0, -0.0], dtype=torch.float64),
+    "integer": torch.tensor([1, -2, 0, 3]),
+    "unsigned": torch.tensor([0, 1, 255, 3], dtype=torch.uint8),
+    "truth": torch.tensor([True, False, True, False]),
+}
+
+
+@pytest.mark.parametrize("seen", [_conj, _negative, lambda t: t.conj().imag])
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("name", SOURCES)
+def test_copy_of_other_dtype_into_conjugate_or_negative_view_has_the_cpus_bits(cuda, name, elsewhere, seen):
+    found = []
+    for where in ("cpu", cuda):
+        base = torch.ones(4, dtype=torch.complex64, device=where)
+        view = seen(base)
+        view.copy_(SOURCES[name].to("cpu" if elsewhere else where))
+        found.append([torch.view_as_real(base).view(torch.int32).tolist(), view.tolist()])
+    assert found[0] == found[1]
+
+
 PRODUCTS = {
     "mm": lambda a, b: a.mH @ b.conj(),
     "bmm": lambda a, b: a.mH[None] @ b.conj()[None],

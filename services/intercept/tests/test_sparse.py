@@ -510,3 +510,29 @@ def test_product_of_sparse_matrices_takes_half_precision(cuda):
     found = torch.ops.aten._sparse_sparse_matmul(a, a)
     dense = coo("cpu").to_dense()
     assert found.dtype is torch.float16 and torch.equal(found.to_dense().float().cpu(), dense @ dense)
+
+
+def _batch(*batch):
+    dense = torch.arange(1.0, 13.0).expand(*batch, 12).unflatten(-1, (3, 4)).clone()
+    dense[..., 0, 0] = dense[..., 1, 2] = 0
+    return dense.to_sparse_csr()
+
+
+@pytest.mark.parametrize("batch", [(2,), (2, 3), ()])
+def test_sampled_product_of_batches_is_computed(cuda, batch):
+    found = []
+    for where in (cuda, "cpu"):
+        torch.manual_seed(0)
+        left, right = torch.rand(*batch, 3, 5).to(where), torch.rand(*batch, 5, 4).to(where)
+        found.append(torch.sparse.sampled_addmm(_batch(*batch).to(where), left, right, beta=0.5, alpha=2.0))
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("shapes", [((3, 3, 5), (3, 5, 4)), ((3, 5), (5, 4)), ((2, 3, 5), (2, 6, 4))])
+def test_sampled_product_of_batches_that_do_not_fit_raises_pytorchs_error(cuda, shapes):
+    found = []
+    for where in (cuda, "cpu"):
+        with pytest.raises(RuntimeError) as raised:
+            torch.sparse.sampled_addmm(_batch(2).to(where), *[torch.ones(shape, device=where) for shape in shapes])
+        found.append(str(raised.value))
+    assert found[0] == found[1]

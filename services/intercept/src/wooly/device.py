@@ -261,6 +261,8 @@ class RegisteredDevice:
         generic = kernel
         if bare == "histc":
             kernel = backend.histc(kernel)
+        if bare in backend.CHECKED_VALUES:
+            kernel = backend.checked_at_call(kernel, bare, backend.CHECKED_VALUES[bare], self._recorder_of)
         if name == "_fused_moving_avg_obs_fq_helper":
             kernel = backend.observed(kernel)
         if bare in backend.CHECKED:

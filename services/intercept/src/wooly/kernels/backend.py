@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -241,26 +241,54 @@ def at_call(record: Kernel, recorder_of: Callable[[Tensor], Recorder]) -> Kernel
         if driver not in (None, "gesvd", "gesvdj", "gesvda"):
             raise RuntimeError(f"torch.linalg.svd: unknown svd driver {driver}: use gesvd, gesvdj or gesvda")
         found = record(t, *args, **kwargs)  # the executor's library chooses its driver itself
-        recorder = recorder_of(t)
-        with recorder.lock:
-            if recorder.capture is None and not recorder.recording and not recorder.require_link().recording:
-                try:
-                    recorder.sync()
-                except RemoteOperationError as e:
-                    if (
-                        e.operation is None
-                        or not e.operation.startswith("aten.")
-                        or type(e) is not RemoteOperationError
-                    ):
-                        raise
-                    name = e.operation.split(".")[1]
-                    if name not in DECOMPOSITIONS:
-                        raise
-                    kind = LinAlgError if "failed to converge" in e.message else RuntimeError
-                    raise kind(e.message) from None
+        _raise_error_of(DECOMPOSITIONS, recorder_of(t))
         return found
 
     return run
+
+
+#: Operators with errors that depend on values, and when CUDA's kernels wait for the device and raise them at the call.
+CHECKED_VALUES: dict[str, Callable[..., bool]] = {
+    "histc": lambda t, bins=100, min=0, max=0, **out: min == max and t.is_floating_point() and t.numel() > 0,
+    "searchsorted": lambda *args, sorter=None, **named: sorter is not None,
+}
+
+
+def checked_at_call(
+    record: Kernel, name: str, waits: Callable[..., bool], recorder_of: Callable[[Tensor], Recorder]
+) -> Kernel:
+    """Wrap an operator of `CHECKED_VALUES`.
+
+    Args:
+        record: the kernel of the overload.
+        name: the operator's name.
+        waits: whether CUDA's kernel waits in a call.
+        recorder_of: returns the recorder of a tensor's device.
+    """
+
+    def run(t: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = record(t, *args, **kwargs)
+        if waits(t, *args, **kwargs):
+            _raise_error_of({name}, recorder_of(t))
+        return found
+
+    return run
+
+
+def _raise_error_of(names: Set[str], recorder: Recorder) -> None:
+    """Wait for the device, and raise the error of one of these operators with PyTorch's type."""
+    with recorder.lock:
+        if recorder.capture is not None or recorder.recording or recorder.require_link().recording:
+            return
+        try:
+            recorder.sync()
+        except RemoteOperationError as e:
+            if e.operation is None or not e.operation.startswith("aten.") or type(e) is not RemoteOperationError:
+                raise
+            if e.operation.split(".")[1] not in names:
+                raise
+            kind = LinAlgError if "failed to converge" in e.message else RuntimeError
+            raise kind(e.message) from None
 
 
 def vector_norm(record: Kernel) -> Kernel:

@@ -362,11 +362,13 @@ class Transfer:
         if is_lazy(dst) or is_lazy(src):  # parameters of lazy modules hide their shape before the first forward
             self.copy_(dst.data, src.data)
             return dst
-        if dst.is_conj():
-            self.copy_(dst.conj(), src.conj())
-            return dst
-        if dst.is_neg():
-            self.copy_(neg_view(dst), torch.neg(src))
+        if dst.is_conj() or dst.is_neg():
+            # PyTorch converts before it conjugates or negates: a real number gets the imaginary part -0.
+            src = src if src.dtype is dst.dtype else src.to(dst.dtype)
+            if dst.is_conj():
+                self.copy_(dst.conj(), src.conj())
+            else:
+                self.copy_(neg_view(dst), torch.neg(src))
             return dst
         if is_zero_tensor(dst):
             raise RuntimeError(

@@ -100,6 +100,8 @@ class SparseCalls:
             return _scaled(packet, run)
         if str(op) == "aten.sparse_mask.default":
             return _masked(run)
+        if str(op) == "aten.sparse_sampled_addmm.default":
+            return _sampled(run, self._try)
         if packet.removesuffix("_") in _PRODUCTS:
             return _widened(op, run)
         return run
@@ -278,6 +280,31 @@ def _has_batch_and_dense(args: tuple[Any, ...], layouts: tuple[torch.layout, ...
     sparse = [a for a in args if isinstance(a, Tensor) and is_sparse(a)]
     dense = any(isinstance(a, Tensor) and a.dim() and not is_sparse(a) for a in args)
     return dense and bool(sparse) and all(_is_batch(a) and a.layout in layouts for a in sparse)
+
+
+def _sampled(record: Callable[..., Any], try_on_host: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of `aten.sparse_sampled_addmm`. The matrices of a batch are computed one by one, as on CUDA.
+
+    Args:
+        record: the kernel for matrices.
+        try_on_host: raises PyTorch's error for arguments that do not fit.
+    """
+
+    def run(t: Tensor, a: Tensor, b: Tensor, **scales: Any) -> Any:
+        if not _is_batch(t) or is_sparse(a) or is_sparse(b):
+            return record(t, a, b, **scales)
+        try_on_host(aten.sparse_sampled_addmm.default, (t, a, b), scales)
+        (rows, columns), values = components(t)
+        parts = [each.flatten(0, -2) for each in (rows, columns, values)]
+        found = []
+        for *part, left, right in zip(*parts, a.flatten(0, -3), b.flatten(0, -3), strict=True):
+            matrix = aten._sparse_compressed_tensor_unsafe(
+                *part, t.shape[-2:], dtype=t.dtype, layout=t.layout, device=raw_device(values)
+            )
+            found.append(components(record(matrix, left, right, **scales))[1])
+        return _with_values(t, torch.stack(found).view(values.shape) if found else values.clone())
+
+    return run
 
 
 def _can_be_joined(a: Tensor, b: Tensor, alpha: Any) -> bool:
