@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+import wooly
 from wooly import api, device
 from wooly.errors import RemoteOperationError
 
@@ -97,6 +98,22 @@ def test_assertion_that_fails_raises_its_message_later(cuda):
 def test_assertion_of_several_values_raises_at_the_call(cuda):
     with pytest.raises(RuntimeError, match="more than one value is ambiguous"):
         torch._assert_async(torch.ones(3, device=cuda))
+
+
+def test_kernel_that_is_refused_leaves_the_values_before_it(cuda):
+    """The tenant may not launch PTX, so the executor refuses the program with the launch."""
+    text = ".version 7.0\n.target sm_70\n.address_size 64\n.visible .entry k(.param .u64 k_param_0) { ret; }"
+    kernel = wooly.ptx_kernel(text, "k")
+    torch.cuda.synchronize()
+    known, written = torch.arange(3.0, device=cuda), torch.zeros(3, device=cuda)
+    known.add_(1)
+    made = known * 2
+    kernel(args=(written,))
+    with pytest.raises(RemoteOperationError, match="needs the permission opaque_kernels"):
+        torch.cuda.synchronize()
+    assert known.tolist() == [1, 2, 3] and made.tolist() == [2, 4, 6]
+    with pytest.raises(RemoteOperationError, match="needs the permission opaque_kernels"):
+        written.tolist()
 
 
 SINGULAR = {

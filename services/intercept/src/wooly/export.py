@@ -73,9 +73,10 @@ class RecordingLink:
         """Keep a program."""
         self.programs.setdefault(module_digest(program), (len(self.programs), program))
 
-    def source(self, name: bytes, raw: bytes) -> None:
-        """Keep the source of a foreign kernel for the module."""
+    def source(self, name: bytes, raw: bytes) -> bool:
+        """Keep the source of a foreign kernel for the module. Returns whether it is sent now: it is not."""
         self.sources.setdefault(name, raw)
+        return False
 
     def run(
         self,

@@ -333,14 +333,17 @@ class Link:
             self.log.defined(program)
         self._failures.defined(self.send(Kind.DEFINE, program))
 
-    def source(self, name: bytes, raw: bytes) -> None:
+    def source(self, name: bytes, raw: bytes) -> bool:
         """Send the source of foreign kernels to the executor, once per session, before a program refers to it.
+
+        Returns whether the source is sent now.
 
         Args:
             name: digest of the source.
             raw: the source, encoded by `wooly_wis.foreign.encode_source`.
         """
-        if name not in self._sources:
+        new = name not in self._sources
+        if new:
             if self.recovery is not None and (why := hidden_state(decode_source(raw))):
                 self.stay(why)
             if self.recovery is not None:
@@ -349,6 +352,7 @@ class Link:
             self._sources.add(name)
             if self.log is not None:
                 self.log.source(raw)
+        return new
 
     def run(
         self,

@@ -138,7 +138,9 @@ class Launches:
         self, recorder: Recorder, kernel: ForeignKernel, form: int, buffers: list[int], params: list[Any]
     ) -> None:
         link = recorder.require_link()
-        link.source(kernel.name, kernel.raw)
+        if link.source(kernel.name, kernel.raw) and recorder.capture is None and not recorder.recording:
+            # If the executor refuses the kernel, it refuses the program. Its tensors must not be lost, too.
+            recorder.flush()
         recorder.operations += 1
         if link.mirroring:
             for w in self._forms.known[form].writes:
