@@ -6,8 +6,9 @@ import pytest
 import torch
 from wooly import device
 from wooly import recorder as recorder_module
+from wooly.graphs.recording import recording
 from wooly.origins import origin
-from wooly.program_limits import SHORT, ProgramLimits
+from wooly.program_limits import IN_A_ROW, OFTEN, SHORT, ProgramLimits
 from wooly.recorder import ATTENTION, FIRST_PROGRAM_LIMIT
 from wooly_wis.codec import decode_program
 from wooly_wis.program import Role
@@ -153,6 +154,27 @@ def test_flush_programs_of_a_loop_become_longer_when_all_are_known(cuda, sent, m
     assert max(lengths) > recorder.limit // 2 and max(lengths) <= recorder.limit + 2
     assert lengths[0] < 2 * FIRST_PROGRAM_LIMIT and lengths[1] <= SHORT + 2  # the executor was idle
     assert turn() == list(zip(names, lengths, strict=True))
+
+
+@pytest.mark.parametrize("kept", ["graph capture", "compiled graph"])
+def test_capture_keeps_the_learned_limits_of_programs(cuda, sent, kept):
+    """A loop with captures in between does not learn anew."""
+    recorder = device.current().devices.recorders[0]
+    x = torch.ones(3, device=cuda)
+    with recorder.lock:
+        recorder.sync()
+        for _ in range(IN_A_ROW + 2):
+            recorder._limits.sent(SHORT, OFTEN)
+        learned, limit = recorder._limits.next, recorder.limit
+        assert learned > SHORT
+        if kept == "graph capture":
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                x.add_(1)
+        else:
+            with recording(recorder):
+                x.add_(1)
+        recorder._limits.sent(SHORT, OFTEN)
+        assert recorder._limits.next >= learned and recorder.limit == limit
 
 
 def test_flush_many_freed_buffers_need_several_runs(cuda, monkeypatch):

@@ -254,7 +254,7 @@ class Recorder(ProgramFields):
         self.capture: Capture | None = None
         self.lazy_clones = LazyClones(self)
         self._marks: Callable[[Origin], Origin] | None = None
-        self._limit_before_capture = self._operations_before_capture = 0
+        self._operations_before_capture = 0
         self.foreign_draws = self.reads = 0
         self.words: list[int] = []
         self.bind: list[int] = []
@@ -277,6 +277,7 @@ class Recorder(ProgramFields):
         self.read_early: Callable[[Recorder, int, EarlyRead], bool] | None = None
         self._early: EarlyRead | None = None
         self._limits = ProgramLimits(limit)
+        self._limit_before_capture = limit, self._limits
         self._limit_without_early = limit
         self._set_open_limit(self._limits.next)
         self._mark: Mark | None = None
@@ -725,6 +726,17 @@ class Recorder(ProgramFields):
         self.limit = self._open_limit = self.room = limit
         self._limits = ProgramLimits(limit)
 
+    def lift_limit(self, limit: int) -> tuple[int, ProgramLimits]:
+        """Set another maximum for a while. Returns what `restore_limit` takes."""
+        before = self.limit, self._limits
+        self.set_limit(limit)
+        return before
+
+    def restore_limit(self, before: tuple[int, ProgramLimits]) -> None:
+        """Restore the maximum, and what was learned about the programs that are sent."""
+        self.limit, self._limits = before
+        self._set_open_limit(self._limits.next)
+
     def idle(self) -> None:
         """Make the next programs short, because the device is idle and should get work soon."""
         self._limits.waited()
@@ -761,8 +773,8 @@ class Recorder(ProgramFields):
         self.lazy_clones.separate_all(origin())
         self.flush()
         self.require_link()
-        self._limit_before_capture, self._operations_before_capture = self.limit, self.operations
-        self.set_limit(NO_LIMIT)
+        self._operations_before_capture = self.operations
+        self._limit_before_capture = self.lift_limit(NO_LIMIT)
         self.recording = True
         self.capture = capture
 
@@ -777,7 +789,7 @@ class Recorder(ProgramFields):
         frees, self._frees, self._freed = self._frees, [], []
         self._reset_program()
         self._frees = frees
-        self.set_limit(self._limit_before_capture)
+        self.restore_limit(self._limit_before_capture)
         return taken
 
     def append(self, form: int, slots: Iterable[int], where: Origin) -> None:

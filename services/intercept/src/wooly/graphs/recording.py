@@ -55,9 +55,9 @@ def recording(recorder: Recorder) -> Iterator[Recorded]:
     with recorder.lock:
         recorder.lazy_clones.separate_all(origin())
         recorder.flush()
-        generation, limit, draws = recorder.generation, recorder.limit, recorder.foreign_draws
+        generation, draws = recorder.generation, recorder.foreign_draws
         before = recorder.operations
-        recorder.set_limit(MAX_INSTRUCTIONS)
+        limit = recorder.lift_limit(MAX_INSTRUCTIONS)
         recorder.recording = True
         try:
             yield out
@@ -68,7 +68,7 @@ def recording(recorder: Recorder) -> Iterator[Recorded]:
                 out.result = _keep(recorder, recorder.operations - before)
             recorder.flush()
         finally:
-            recorder.set_limit(limit)
+            recorder.restore_limit(limit)
             recorder.recording = False
 
 
