@@ -224,6 +224,17 @@ def test_sharded_checkpoints_are_saved_and_loaded(program, url, other_url, tmp_p
         assert part in out
 
 
+@pytest.mark.parametrize(
+    ("saved_by", "loaded_by"),
+    [(2, 1), *[pytest.param(*ranks, marks=pytest.mark.slow) for ranks in ((1, 2), (2, 4), (4, 2))]],
+)
+def test_checkpoints_are_loaded_by_another_number_of_ranks(program, url, other_url, tmp_path, saved_by, loaded_by):
+    for does, ranks in (("save", saved_by), ("load", loaded_by)):
+        at = [url, other_url, url, other_url][:ranks]
+        out = program("resharding.py", does, tmp_path, ranks=ranks, at=at).output()[0]
+        assert out == "FSDP2 agrees\ntensor parallel agrees\nboth agrees\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_accelerate_and_trainer_run_with_several_ranks(program, url, other_url, tmp_path, ranks):
