@@ -457,13 +457,15 @@ class Maker:
         t = self.get(name)
         _, other = self._two()
         other = rng.choice((other, self.number(), self.number(), f"{name}.clone()", name))
+        # A CPU fills with a number in a tensor, and a fill gives gradients to tensors of integers and booleans, too.
         real = not t.is_complex()
+        value = f"{other}.detach()" if other[0] == "t" and real and not t.is_floating_point() else other
         numbers = t.dtype is not torch.bool
         ways = [
             f"{target}.fill_({self.number()})",
             f"{target}.zero_()",
             f"{target}.copy_({other})",
-            f"{name}[...] = {other}",
+            f"{name}[...] = {value}",
         ]
         if numbers:
             ways += [
@@ -684,9 +686,10 @@ class Maker:
                 f"{name}.data.mul_(2)",
                 f"{name}.data.fill_(1)",
                 f"{name}.detach().add_(1)",
-                # What a storage has after it was emptied is not defined until it is written.
+                # What a storage has after it was emptied, or behind its old end, is not defined until it is written.
                 f"s = {name}.untyped_storage(); n = s.nbytes(); s.resize_(0); s.resize_(n); s.fill_(0); del s",
-                f"s = {name}.untyped_storage(); s.resize_(s.nbytes() + 8); del s",
+                f"s = {name}.untyped_storage(); n = s.nbytes(); s.resize_(n + 8); "
+                "torch.empty(0, dtype=torch.uint8, device=D).set_(s)[n:] = 0; del s",
                 f"{self.new()} = torch.empty(0, dtype={name}.dtype, device=D).set_({name}.untyped_storage())",
                 f"{name}.untyped_storage().copy_({name}.clone().untyped_storage())"
                 if t.is_contiguous() and t.untyped_storage().nbytes() == n * t.element_size()
