@@ -93,7 +93,8 @@ def apart(out, *read):
     memory = out.untyped_storage()
     # On the CPU, all storages without memory have one address.
     shares = memory.nbytes() and any(t.untyped_storage().data_ptr() == memory.data_ptr() for t in read)
-    return torch.zeros(out.shape, dtype=out.dtype, device=D) if shares or 0 in out.stride() else out
+    expanded = out.numel() and 0 in out.stride()
+    return torch.zeros(out.shape, dtype=out.dtype, device=D) if shares or expanded else out
 
 
 def late(call):

@@ -1047,8 +1047,15 @@ class Maker:
         if self._depth:
             return None
         between = self.rng.choice(("pass", "pass", "{0}.copy_(R({1} + k, *{0}.shape))", "{0}.add_(1)", "{0}[:1] = k"))
+        # What needs a gradient does not change: the graph's views of it would be older than the change, and the CPU's newer.
         name = self.pick(
-            lambda t: t.dtype is torch.float32 and t.dim() > 0 and not shares_elements(t) and 0 not in t.stride()
+            lambda t: (
+                t.dtype is torch.float32
+                and t.dim() > 0
+                and not t.requires_grad
+                and not shares_elements(t)
+                and 0 not in t.stride()
+            )
         )
         between = between.format(name, self._seed) if name else "pass"
         shown = f"see({self.pick()})" if self.rng.random() < 0.5 else "pass"
