@@ -28,6 +28,8 @@ def containers():
         "channel": vars(link.connection.channel),
         "generic": vars(device.generic),
         "transfer": vars(device.transfer),
+        "factories": vars(device.factories),
+        "copies": vars(device.copies),
         "heap": {name: getattr(storage.heaps[0], name) for name in storage.Heap.__slots__},
     }
     return {

@@ -22,7 +22,7 @@ def forced():
     library.impl("composite", lambda x: (x.cpu() * 2).to(x.device), "CompositeImplicitAutograd")
     library.impl(
         "kernel",
-        lambda x: (api.attached_device().transfer.to_host(x) * 2).to("cuda"),
+        lambda x: (api.attached_device().reading.to_host(x) * 2).to("cuda"),
         "PrivateUse1",
     )
     yield torch.ops.wooly_forced

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from wooly import storage
 from wooly.api import attached_links
 from wooly.device import current_devices
-from wooly.kernels.transfer import bytes_of
+from wooly.kernels.host_copies import bytes_of
 from wooly.pinned_area import allocate
 from wooly_bus.channel.segment import offered_memory
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from wooly import storage
-from wooly.kernels import transfer
+from wooly.kernels import storages
 
 pytestmark = pytest.mark.usefixtures("no_garbage")
 
@@ -61,7 +61,7 @@ torch.kept = kept[0]
 
 
 #: A failing test would print a storage byte by byte, each from the device.
-swaps = pytest.mark.skipif(transfer.swap_memory is None, reason="resizing a storage needs torch 2.13")
+swaps = pytest.mark.skipif(storages.swap_memory is None, reason="resizing a storage needs torch 2.13")
 
 
 @swaps
@@ -155,7 +155,7 @@ def test_device_storage_resize_invalid_size_raises(cuda):
         held.resize_(-1)
     assert held.nbytes() == 16
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfer, "swap_memory", None)
+        patch.setattr(storages, "swap_memory", None)
         with pytest.raises(NotImplementedError, match=r"resizing a storage .* torch 2\.13"):
             held.resize_(0)
 

@@ -36,17 +36,21 @@ from wooly.kernels import (
     widening,
 )
 from wooly.kernels.autocast import Autocast
+from wooly.kernels.device_copies import DeviceCopies
 from wooly.kernels.extensions import Extensions, register_autocast
+from wooly.kernels.factories import Factories
 from wooly.kernels.fused_attention import FusedAttention, NestedAttention
 from wooly.kernels.generic import Generic
 from wooly.kernels.host_values import HostValues
 from wooly.kernels.launch import Launches
 from wooly.kernels.nested import dense_kernels, register_nested
 from wooly.kernels.quantised.registration import register_quantised
+from wooly.kernels.reading import Reading
 from wooly.kernels.recursive_filter import register_recursive_filter
 from wooly.kernels.schema import OpFacts
 from wooly.kernels.sparse.calls import SparseCalls
 from wooly.kernels.sparse.registration import register_sparse
+from wooly.kernels.storages import Storages
 from wooly.kernels.tracing import Untraced
 from wooly.kernels.transfer import Transfer
 from wooly.kernels.whole import WHOLE, Whole
@@ -119,10 +123,15 @@ class RegisteredDevice:
         self.flags = Flags()
         host_values = HostValues(forms)
         self.generic = Generic(self.devices, forms, self.determinism, self.flags, host_values)
-        self.transfer = Transfer(self.devices, forms, self.determinism, host_values)
+        self.factories = Factories(self.devices, forms, self.determinism)
+        self.copies = copies = DeviceCopies(self.devices, forms)
+        self.reading = Reading(self.devices, host_values, copies)
+        self.transfer = Transfer(self.devices, forms, copies, self.reading)
+        self.storages = Storages(self.factories, copies)
+        self._kernels = (self.factories, copies, self.reading, self.transfer, self.storages)
         self.launches = Launches(self.devices, forms)
         self._attention = FusedAttention(self.devices)
-        self.generic.resize = self.transfer.resize
+        self.generic.resize = self.storages.resize
         self.autocast = Autocast(NAME)
         self.forked = False
         self._libraries: list[torch.library.Library] = []
@@ -141,7 +150,7 @@ class RegisteredDevice:
         """Set the number of devices, at the start of a session."""
         if count != self.devices.count:
             self.devices.count = count
-            self.transfer.forget_devices()
+            self.factories.forget_devices()
 
     def set_opener(self, opener: Callable[[], None] | None) -> None:
         """Set the function that the first use of a device calls to open the session; None: the session is open, or over."""
@@ -223,7 +232,7 @@ class RegisteredDevice:
 
     def _own_kernels(self) -> dict[str, Any]:
         """Kernels that are written for one operator, by operator name."""
-        own = self.transfer.kernels()
+        own = {name: kernel for part in self._kernels for name, kernel in part.kernels().items()}
         own.update({short_name(op): kernel for op, kernel in views.KERNELS.items()})
         own.update(backend.KERNELS)
         own.update(packed_weights.KERNELS)
@@ -309,7 +318,7 @@ class RegisteredDevice:
         if name in indexing.FILLING:
             kernel = indexing.with_host_target(kernel, op)
         if bare in indexing.INDEXED:
-            kernel = indexing.with_host_indices(kernel, op, self.transfer.known_value)
+            kernel = indexing.with_host_indices(kernel, op, self.reading.known_value)
         # What those kernels look at is part of a native signature, so Python teaches only calls that it records as they are.
         teachable = kernel is generic or bare in _TEACHABLE or name in indexing.ON_EXPANDED or name in indexing.FILLING
         if teachable and name != "_convolution":  # `_register_whole` replaces its kernel
@@ -324,12 +333,12 @@ class RegisteredDevice:
 
     def _register_factories(self, library: torch.library.Library) -> None:
         """Register the factories under the key CUDA, too. So `device="cuda"` makes Wooly tensors without a patch per call."""
-        library.impl("empty.memory_format", self.transfer.empty, "CUDA")
-        library.impl("empty_strided", self.transfer.empty_strided, "CUDA")
-        library.impl("_efficientzerotensor", self.transfer.zeros, "CUDA")
+        library.impl("empty.memory_format", self.factories.empty, "CUDA")
+        library.impl("empty_strided", self.factories.empty_strided, "CUDA")
+        library.impl("_efficientzerotensor", self.factories.zeros, "CUDA")
         record_arange = self.generic.kernel(aten.arange.start_out)
         for key in ("PrivateUse1", "CUDA"):
-            arange = partial(self.transfer.arange, record_arange)
+            arange = partial(self.factories.arange, record_arange)
             library.impl("arange.start_step", arange, key)
             library.impl("arange.start", arange, key)
             library.impl("arange", partial(arange, 0), key)

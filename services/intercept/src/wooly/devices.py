@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from wooly.recorder import Recorder
+from wooly.storage import DEVICE_MASK, ID_SHIFT
 from wooly.torch_private import raw_device
 from wooly.visible import VISIBLE, visible
 
@@ -63,6 +64,10 @@ class Devices:
         if self.offered is not None:
             self.count = visible(self.offered)
         return self.count
+
+    def at(self, address: int) -> Recorder:
+        """The recorder of the device that has an address."""
+        return self.recorders[address >> ID_SHIFT & DEVICE_MASK]
 
     @property
     def operations(self) -> int:

@@ -66,7 +66,7 @@ class Fallbacks:
         self._seen = 0
         self._replayed_before = graphs.counters.operations
         self._replayed: int | None = None
-        self._reads: Callable[[], int] = lambda: device.transfer.reads
+        self._reads: Callable[[], int] = lambda: device.reading.reads
         self._frames: list[_Frame] = []
         self._modes = contextlib.ExitStack()
 

@@ -142,7 +142,7 @@ def _resize_storage(storage: torch.UntypedStorage, size: int) -> torch.UntypedSt
         return _real_resize(storage, size)  # type: ignore[no-any-return]
     if is_received(storage):
         raise RuntimeError("Trying to resize storage that is not resizable")
-    current().transfer.resize_storage(storage, size)
+    current().storages.resize_storage(storage, size)
     return storage
 
 

@@ -1,4 +1,4 @@
-"""Host copies of small views of device buffers: their keys, and parts of them."""
+"""Host copies of views of device buffers: their keys, their memory, and parts of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torch import Tensor
 from wooly_wis.program import View
 
 from wooly.dtypes import TORCH_DTYPES
+from wooly.early_reads import MAX_EARLY_BYTES
 from wooly.link import ViewKey
+from wooly.storage import OFFSET_MASK, span
 
 #: Maximum size, in bytes, of a host copy that is kept when it is uploaded, or computed here.
 MAX_BYTES = 32 << 10
@@ -34,12 +36,52 @@ def nbytes_of(key: ViewKey) -> int:
     return n
 
 
+def view_key(t: Tensor, at: int) -> ViewKey:
+    """Key of a view among all views of its buffer."""
+    return at & OFFSET_MASK, t.dtype, tuple(t.shape), t.stride()
+
+
+def bytes_of(t: Tensor) -> memoryview:
+    """The memory of a dense host tensor, as bytes."""
+    n = t.numel() * t.element_size()
+    if not n:
+        return memoryview(b"")
+    flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(
+        t.untyped_storage(), t.storage_offset() * t.element_size(), (n,), (1,)
+    )
+    return flat.numpy().data
+
+
 def tensor_on(memory: Any, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
     """A dense tensor of at least one element on a buffer of Python. `dtype` must be one of `REAL`.
 
     It takes a third of the time of a tensor whose memory is PyTorch's.
     """
     return torch.frombuffer(memory, dtype=dtype).as_strided(shape, stride)
+
+
+def host_memory(
+    dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], nbytes: int
+) -> tuple[Tensor, memoryview]:
+    """A new dense tensor on the host, and its memory.
+
+    Args:
+        dtype: its dtype.
+        shape: its shape.
+        stride: its strides, in elements.
+        nbytes: its size.
+    """
+    if 0 < nbytes <= MAX_EARLY_BYTES and dtype in REAL:
+        memory = bytearray(nbytes)
+        return tensor_on(memory, dtype, shape, stride), memoryview(memory)
+    host = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+    return host, bytes_of(host)
+
+
+def is_dense_tensor(t: Tensor) -> bool:
+    """Whether the elements of a tensor are in memory without gaps and without overlap."""
+    n = t.numel()
+    return t.is_contiguous() or (n == span(tuple(t.shape), t.stride()) and 0 not in t.stride())
 
 
 def is_dense(key: ViewKey) -> bool:
