@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wooly.api import attached_links
 from wooly.device import current_devices
+from wooly.kernels import host_values
 from wooly.kernels.host_copies import part_of
 
 
@@ -44,6 +45,29 @@ def test_two_operands_are_read_with_one_wait(cuda, waits):
     programs = current_devices().recorders[0].programs
     assert bool(x < y) and current_devices().recorders[0].programs == programs + 1
     assert x.item() < y.item() and waits() == 2 and not link.has_fetches
+
+
+def test_value_of_a_loop_that_is_never_known_is_rarely_searched(cuda, waits, monkeypatch):
+    searches = 0
+    resolve = host_values.Value.resolve
+
+    def counted(*args):
+        nonlocal searches
+        searches += 1
+        return resolve(*args)
+
+    monkeypatch.setattr(host_values.Value, "resolve", counted)
+    computed, uploaded = torch.full((1000,), 0.5, device=cuda).exp(), torch.full((1000,), 2.0).to(cuda)
+
+    def turn(y):
+        torch.cuda.synchronize()
+        return (y > 1).sum().item()  # the same program, whether `y` is known here or not
+
+    assert [turn(computed) for _ in range(100)] == [1000] * 100
+    assert searches < 20
+    waits()
+    assert [turn(uploaded) for _ in range(32)] == [1000] * 32
+    assert waits() < 32 + 16  # the synchronisations, and a few reads before it was searched again
 
 
 def test_write_makes_a_value_unknown(cuda, waits):

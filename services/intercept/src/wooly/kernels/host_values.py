@@ -39,6 +39,10 @@ _FEW_WORDS = 48
 _MOST_PARSED = 4
 #: Maximum number of operands of the last instruction.
 _MOST_OPERANDS = 5
+#: Number of vain searches in a row after which a value of a loop is mostly read at once, and how often it is still searched then.
+_VAIN, _AGAIN = 8, 16
+#: Maximum number of values that were searched in vain and are remembered.
+_MOST_VAIN = 4096
 
 
 class Range(NamedTuple):
@@ -73,6 +77,8 @@ class HostValues:
         self._rules: dict[int, Rule | None] = {}
         self._dynamic: dict[int, tuple[Form, Callable[[Sequence[Tensor | None], Numbers], Any] | None]] = {}
         self._parsed: tuple[_Parsed, ...] = ()
+        #: Vain searches in a row, by the length of the program and the slot of the value: the same in each turn of a loop.
+        self._vain: dict[tuple[int, int], int] = {}
 
     def known(self, link: Link, buffer: int, key: ViewKey) -> Tensor | None:
         """A view of a host copy that the link keeps, of this part or of more of the buffer; None if there is none."""
@@ -97,8 +103,17 @@ class HostValues:
         writer = next((p for p in reversed(programs) if buffer in p.slot_of), None)
         if writer is None or not self._may_compute(writer.words, writer.slot_of[buffer], recorder.free_form):
             return None
-        value = Value(self, recorder, link, programs)
-        return value if value.resolve(buffer, key) else None
+        place = len(writer.words), writer.slot_of[buffer]
+        vain = self._vain.get(place, 0)
+        if vain < _VAIN or vain % _AGAIN == 0:
+            value = Value(self, recorder, link, programs)
+            if value.resolve(buffer, key):
+                self._vain.pop(place, None)
+                return value
+        if len(self._vain) >= _MOST_VAIN:
+            self._vain.clear()
+        self._vain[place] = vain + 1
+        return None
 
     def _may_compute(self, words: list[int], slot: int, free: int) -> bool:
         """Whether to search for what computed a slot: a guess from the last words, because most values must be read."""
