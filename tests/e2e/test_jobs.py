@@ -149,6 +149,7 @@ for bad in (3, (torch.sin, 3), (torch.sin, ("x",)), ("sin", ())):
         assert "did not return" in str(e)
     else:
         raise AssertionError(bad)
+export(lambda: (torch.no_grad()(lambda x: x.add(x, alpha=x.sum())), (torch.ones(3),)))  # the number is not read
 made = export(lambda: (lambda a, b: {"s": [a + b, a]}, {"a": torch.ones(2), "b": torch.ones(2)}))
 print([t.name for t in made.module.inputs], [o.tensor.name for o in made.module.outputs])
 """

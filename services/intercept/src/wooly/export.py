@@ -51,7 +51,7 @@ class RecordingLink:
     recording = True
     hides_data = False
     mirroring = False
-    shares = False
+    shares = has_fetches = False
     shared: Final[dict[int, Any]] = {}
     offers = None
     #: No host copies; native kernels look here.
