@@ -68,6 +68,19 @@ def test_number_is_that_of_the_moment_of_the_call(cuda, waits):
 
 
 @torch.no_grad()
+def test_default_device_does_not_hide_the_call(cuda, waits):
+    with torch.device(cuda):
+        t, x = torch.rand(1).exp().sum(), torch.ones(3)
+        local = torch.ones(3, device="cpu")
+        waits()
+        x.add_(x, alpha=t).sub_(torch.ones(3), alpha=t * 2)
+        assert waits() == 0
+        number = t.item()
+        assert type(number) is float
+    assert torch.equal(x.cpu(), local.add(local, alpha=number).sub(torch.ones(3), alpha=number * 2))
+
+
+@torch.no_grad()
 def test_number_within_the_written_tensor_is_read_before_the_write(cuda):
     ours, local = given(8).to(cuda), given(8)
     for x in (ours, local):

@@ -21,12 +21,15 @@ from torch import Tensor
 
 from wooly.kernels.schema import Call
 from wooly.python_private import call_at
+from wooly.torch_private import DeviceContext
 
 #: Operators whose `alpha` may be an operand: the functions by which an executor calls them read a tensor there.
 OPERATORS = frozenset(("aten.add.Tensor", "aten.add_.Tensor", "aten.sub.Tensor", "aten.sub_.Tensor"))
 _NAMES = frozenset(name.split(".")[1] for name in OPERATORS)
 _FLOATS = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
 _OPERANDS = _FLOATS | {torch.complex64, torch.complex128}
+#: What passes all calls on while a default device is set (`torch.set_default_device`).
+_PASSES_ON = DeviceContext.__torch_function__.__code__
 #: Maximum number of places in scripts that are remembered.
 _MOST_PLACES = 4096
 #: Whether a call there takes an `alpha`, by the code's id and the instruction's offset. The code is kept, so its id stays its.
@@ -87,6 +90,10 @@ def number_for_call(t: Tensor, frame: FrameType | None, read: Callable[[Tensor],
     if frame is None or t.dtype not in _FLOATS or t.is_neg():
         return None
     code, offset = frame.f_code, frame.f_lasti
+    if code is _PASSES_ON:
+        passed = frame.f_locals
+        takes = getattr(passed["func"], "__name__", "") in _NAMES and "alpha" in passed["kwargs"]
+        return torch.SymFloat(_Node(t, read)) if takes else None
     place = _places.get((id(code), offset))
     if place is None:
         called = call_at(code, offset)
