@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -56,9 +57,13 @@ class Program:
         ]
 
     def results(self):
-        """Wait for all ranks: exit status, standard output and standard error of each."""
-        found = [(*rank.communicate(timeout=TIMEOUT_S), rank) for rank in self.ranks]
-        return [(rank.returncode, out, errors) for out, errors, rank in found]
+        """Wait for all ranks: exit status, standard output and standard error of each.
+
+        All pipes are read together: a rank whose pipe is full would keep the other ranks waiting.
+        """
+        with ThreadPoolExecutor(len(self.ranks)) as pool:
+            found = [pool.submit(rank.communicate, timeout=TIMEOUT_S) for rank in self.ranks]
+        return [(rank.returncode, *each.result()) for rank, each in zip(self.ranks, found, strict=True)]
 
     def output(self):
         """Wait for all ranks, which must succeed, and return what each has printed."""

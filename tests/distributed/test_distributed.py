@@ -246,3 +246,8 @@ def test_accelerate_and_trainer_run_with_several_ranks(program, url, other_url, 
 def test_graphs_with_collectives_have_the_bits_of_work_without_graphs(program, url, other_url, executors):
     at = [url, other_url] if executors == 2 else url
     assert program("graphs.py", at=at).output() == ["all graphs agree\n"] * 2
+
+
+def test_rank_that_prints_more_than_a_pipe_holds_lets_the_others_end(program):
+    first, last = program("printing.py").output()
+    assert first.endswith("all were there\n") and len(last) > 1 << 20

@@ -2,7 +2,8 @@
 
 One NATS server, router, executor, scheduler, metering and compiler. Clients train, generate and submit jobs without a pause. The
 memory, descriptors and threads of each process and the sizes of streams and databases are sampled. A table gives the slope of
-each with its confidence interval. Caches are small, so that they are full after the first third. Status 1: something grows.
+each with its confidence interval. Caches are small, so that they are full after `WARM_SCRIPTS` scripts. Status 1: something
+grows; 2: the caches were not full, so nothing was judged.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import sys
 import tempfile
 import time
@@ -28,8 +30,9 @@ from work import Load
 
 #: Time between two samples, in seconds.
 SAMPLE_S = 5.0
-#: Share of the samples, from the beginning, in which caches fill. These samples are ignored.
-WARM = 1 / 3
+#: Number of scripts after which caches are full. Samples from before are ignored. This is work, not time: a machine that does
+#: other work, too, needs longer for it.
+WARM_SCRIPTS = 60
 #: Maximum growth per hour that counts as flat, because a day of it does no harm. None: the growth is reported, not judged.
 MOST_PER_HOUR: dict[str, float | None] = {
     "memory": 12 << 20,
@@ -57,8 +60,8 @@ def main(argv: list[str] | None = None) -> int:
         installation = Installation(folder, routers=1, executors=1, nats=1, small_caches=True)
         with installation.running():
             console.print(f"the installation runs, on {installation.database}; logs are in {folder}")
-            series, limits, done = _through(installation, folder, args.minutes, console)
-        rows = slopes(series)
+            series, warm_s, limits, done = _through(installation, folder, args.minutes, console)
+        rows = slopes(series, warm_s)
         for stream, (_, size, most) in sorted(limits.items()):
             if most <= 0 or size > most:
                 rows.append({"name": f"{stream}: bytes", "kind": "stream", "last": size, "ok": False})
@@ -67,16 +70,26 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(rows))
     else:
         show(rows, f"{args.minutes:g} minutes, {done[0]} scripts, {done[2]} jobs, on {installation.database}")
-    return 0 if all(row["ok"] is not False for row in rows) else 1
+    if any(row["ok"] is False for row in rows):
+        return 1
+    if any("per_hour" in row for row in rows):
+        return 0
+    console.print(f"nothing was judged: caches are full after {WARM_SCRIPTS} scripts, and {done[0]} ended; give more --minutes")
+    return 2
 
 
-def slopes(series: Series) -> list[dict[str, Any]]:
-    """Return a row per series: slope per hour (Theil-Sen), bounds of its confidence interval, and whether it is flat."""
+def slopes(series: Series, warm_s: float) -> list[dict[str, Any]]:
+    """Return a row per series: slope per hour (Theil-Sen), bounds of its confidence interval, and whether it is flat.
+
+    Args:
+        series: (seconds since the start, value) of each sample.
+        warm_s: when the caches were full. Without eight later samples, a series has no row.
+    """
     from scipy.stats import theilslopes  # takes two seconds to import
 
     rows = []
     for (name, kind), found in sorted(series.items()):
-        samples = found[int(len(found) * WARM) :]
+        samples = [sample for sample in found if sample[0] >= warm_s]
         if len(samples) < 8:
             continue
         slope, _, low, high = theilslopes([v for _, v in samples], [t / 3600 for t, _ in samples], CONFIDENCE)
@@ -95,6 +108,11 @@ def slopes(series: Series) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def warm(ended_s: Sequence[float]) -> float:
+    """Return when the caches were full (inf: never), from when the scripts have ended."""
+    return sorted(ended_s)[WARM_SCRIPTS - 1] if len(ended_s) >= WARM_SCRIPTS else math.inf
 
 
 def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
@@ -119,19 +137,20 @@ def _amount(value: float, kind: str) -> str:
 
 def _through(
     installation: Installation, folder: Path, minutes: float, console: Console
-) -> tuple[Series, dict[str, tuple[int, int, int]], tuple[int, int, int]]:
+) -> tuple[Series, float, dict[str, tuple[int, int, int]], tuple[int, int, int]]:
     load = Load(installation.url, installation.nats_url, installation.admin_token, installation.mark, folder)
     load.start()
     series: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     limits = asyncio.run(_sample(installation, series, load.began, minutes * 60, folder / "samples.json", console))
     load.end(60.0)
+    warm_s = warm([run.ended_s for run in load.runs])
     for run in load.runs:
         if run.code != 0:
             how = "did not end" if run.hung else f"ended with status {run.code}"
             console.print(
                 f"{run.script} with seed {run.seed} {how} after {run.ended_s - run.began_s:.0f} s:\n{run.error}"
             )
-    return series, limits, (len(load.runs), sum(run.code != 0 for run in load.runs), len(load.jobs))
+    return series, warm_s, limits, (len(load.runs), sum(run.code != 0 for run in load.runs), len(load.jobs))
 
 
 async def _sample(

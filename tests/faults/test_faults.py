@@ -103,9 +103,19 @@ def test_slopes_growth_differs_from_noise():
     times = [i * 5.0 for i in range(240)]
     noise = [(t, 1e8 + (i * 7919 % 13) * 1e5) for i, t in enumerate(times)]
     grown = [(t, v + t * 3e4) for t, v in noise]
-    rows = {r["name"]: r for r in soak.slopes({("a", "memory"): noise, ("b", "memory"): grown})}
+    rows = {r["name"]: r for r in soak.slopes({("a", "memory"): noise, ("b", "memory"): grown}, 400.0)}
     assert rows["a: memory"]["ok"] is True and rows["b: memory"]["ok"] is False
     assert rows["b: memory"]["per_hour"] == pytest.approx(3600 * 3e4, rel=0.1)
+
+
+def test_slopes_begin_when_the_work_has_filled_the_caches():
+    """On a busy machine, this takes more than a part of the time."""
+    busy = [(i * 5.0, min(i * 5.0, 900.0) * 1e5) for i in range(240)]
+    warm_s = soak.warm([900.0 * k / soak.WARM_SCRIPTS for k in range(soak.WARM_SCRIPTS, 0, -1)])
+    assert warm_s == 900
+    assert [r["ok"] for r in soak.slopes({("a", "memory"): busy}, warm_s)] == [True]
+    assert [r["ok"] for r in soak.slopes({("a", "memory"): busy}, 400.0)] == [False]
+    assert soak.slopes({("a", "memory"): busy}, soak.warm([1.0] * (soak.WARM_SCRIPTS - 1))) == []
 
 
 def test_link_cut_holds_bytes_until_restored():
