@@ -32,7 +32,7 @@ from work import Load
 SAMPLE_S = 5.0
 #: Number of scripts after which caches are full. Samples from before are ignored. This is work, not time: a machine that does
 #: other work, too, needs longer for it.
-WARM_SCRIPTS = 60
+WARM_SCRIPTS = 40
 #: Maximum growth per hour that counts as flat, because a day of it does no harm. None: the growth is reported, not judged.
 MOST_PER_HOUR: dict[str, float | None] = {
     "memory": 12 << 20,
@@ -74,7 +74,9 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     if any("per_hour" in row for row in rows):
         return 0
-    console.print(f"nothing was judged: caches are full after {WARM_SCRIPTS} scripts, and {done[0]} ended; give more --minutes")
+    console.print(
+        f"nothing was judged: caches are full after {WARM_SCRIPTS} scripts, and {done[0]} ended; give more --minutes"
+    )
     return 2
 
 

@@ -97,6 +97,62 @@ def test_exception_during_wait_comes_at_once_and_answer_is_dropped(cuda, alarms)
     assert x.sum().item() == 600.0 * 600.0
 
 
+@pytest.mark.parametrize("wait", ["read", "synchronize", "nonzero"])
+def test_handler_may_use_the_device_while_the_program_waits(cuda, wait):
+    """As one that saves a checkpoint when the machine is taken away."""
+    weights, moved, seen = torch.arange(1000.0, device=cuda), torch.zeros(3, device=cuda), []
+
+    def save(number, frame):
+        moved.add_(1)
+        seen.append((frame.f_code is ChannelClient.await_input.__code__, weights.sum().item(), moved.cpu().tolist()))
+        moved.mul_(2)  # recorded, and not awaited
+
+    before = signal.signal(signal.SIGALRM, save)
+    try:
+        expected = []
+        while not any(inside for inside, *_ in seen):
+            x = torch.ones(600, 600, device=cuda)
+            for _ in range(40):
+                x = (x @ x) / 600.0
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            if wait == "read":
+                assert x.sum().item() == 600.0 * 600.0
+            elif wait == "synchronize":
+                torch.cuda.synchronize()
+            else:
+                assert x[:2].nonzero().tolist()[-1] == [1, 599]
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert x[0, 0].item() == 1.0
+        for k in range(len(seen)):
+            expected.append(2.0 * expected[-1] + 1 if k else 1.0)
+        assert [(total, values) for _, total, values in seen] == [(499500.0, [e] * 3) for e in expected]
+        assert moved.tolist() == [2.0 * expected[-1]] * 3
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_value_that_a_handler_changes_during_its_read_is_read_again(cuda):
+    value = torch.zeros(3, device=cuda)
+    before = signal.signal(signal.SIGALRM, lambda number, frame: seen.append(frame.f_code) or value.add_(1))
+    try:
+        seen = []
+        while ChannelClient.await_input.__code__ not in seen:
+            x = torch.ones(600, 600, device=cuda)
+            for _ in range(40):
+                x = (x @ x) / 600.0
+            value.copy_(x[0, :3] * len(seen))
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            value.tolist()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            before_last = len(seen)
+        torch.cuda.synchronize()
+        assert value.tolist() == [float(before_last)] * 3
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_result_of_interrupted_data_dependent_operator_is_freed(cuda, alarms):
     link = api.attached_links()[0]
     x = torch.ones(600, 600, device=cuda)

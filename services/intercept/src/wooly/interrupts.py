@@ -3,7 +3,8 @@
 Python runs a signal handler between any two steps of the main thread, and the handler may raise an exception (KeyboardInterrupt,
 a timeout). Inside an operation, such an exception would leave the client's records and the data channel inconsistent. So while a
 session is open, each handler is wrapped. If the main thread is inside an operation, the wrapper does nothing, and a thread sends
-the signal again a moment later. A wait for an answer is safe to interrupt.
+the signal again a moment later. A wait for an answer is safe to interrupt. The handler may then use the device, for example to
+save a checkpoint.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import wooly_wis
 from wooly_bus.channel import ChannelClient
 from wooly_bus.supervision import start_thread
 
+from wooly.link import Link
 from wooly.python_private import frame_at
 from wooly.torch_private import ENGINE_CODE, GUARD_CODE
 
@@ -68,6 +70,8 @@ _CALLBACKS = (
 _CALLBACK_CLASS = f"{_TORCH}_dynamo{os.sep}utils.py", "ExactWeakKeyDictionary."
 #: The function that waits for an answer.
 _WAITING: CodeType = ChannelClient.await_input.__code__
+#: The functions that have called its caller while a link waits for an answer, the innermost one first.
+_AWAITED = [ChannelClient.complete.__code__, Link.wait.__code__]
 #: Instructions at which Python runs signal handlers itself: the start of a function, and the end of a loop's turn. At all others,
 #: native code may have asked for them.
 _BETWEEN = ("RESUME", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")
@@ -250,6 +254,18 @@ def run_deferred() -> None:
         deferred.deliver(frame_at(2))
 
 
+def _inside_wait(waiting: FrameType, handler: Callable[[], Any]) -> Any:
+    """Call a signal handler inside the wait for input of this frame, so that the handler may use the device if a link waits."""
+    outer, found = waiting.f_back, []
+    for _ in range(3):
+        if outer is not None:
+            found.append(outer)
+            outer = outer.f_back
+    if [frame.f_code for frame in found[1:]] != _AWAITED:
+        return handler()
+    return found[-1].f_locals["self"].call_inside_wait(handler)
+
+
 class DeferringHandler:
     """A signal handler that calls the program's handler as soon as the main thread is not inside an operation.
 
@@ -269,6 +285,8 @@ class DeferringHandler:
         if not self._deferred.is_due(number, self.handler, frame, doing):
             return None
         try:
+            if frame is not None and frame.f_code is _WAITING:
+                return _inside_wait(frame, lambda: self.handler(number, frame))
             return self.handler(number, frame)
         except BaseException as e:
             if doing is Moment.OPERATION:

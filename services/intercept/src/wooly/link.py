@@ -174,6 +174,7 @@ class Link:
         self._early: dict[int, tuple[int, EarlyRead]] = {}
         #: Answers for which a caller stopped to wait, because a signal handler raised an exception.
         self._abandoned: deque[Pending] = deque()
+        self._interrupted_at = -1  # number of the last frame when a signal handler ended that ran inside a wait
         #: The answer to the last run with `reply`.
         self._reply: Pending | None = None
         self._failed: Exception | None = None
@@ -575,9 +576,25 @@ class Link:
                     return False
                 began = None
             except BaseException:
-                if not pending.expected.done:
-                    self._abandoned.append(pending)
+                self._abandoned.append(pending)
                 raise
+
+    def call_inside_wait(self, handler: Callable[[], Any]) -> Any:
+        """Call a signal handler, which may use the device, while `wait` waits. What the handler has sent is answered afterwards.
+
+        Raises:
+            InputTakenError: the handler has used the link, so the wait must look again.
+        """
+
+        def call() -> Any:
+            found = handler()
+            if self.unanswered and self.connection.last != last:
+                self.sync()
+            self._interrupted_at = self.connection.last
+            return found
+
+        last = self.connection.last
+        return self.connection.channel.call_inside_wait(call)
 
     def _answer(self, ask: Kind, *payload: bytes) -> dict[str, Any]:
         return unpack_json(self._payload(ask, *payload))
@@ -942,6 +959,8 @@ class Link:
         """Cache the host copy of a view. If the cache exceeds `_MIRROR_LIMIT`, the oldest buffers are evicted."""
         if host.nbytes > MIRROR_ITEM_LIMIT or (self.shared and self.is_shared(buffer)):
             return
+        if self._interrupted_at == self.connection.last:
+            return  # the signal handler may have written the buffer since it was read
         kept = self._mirrors.setdefault(buffer, {})
         if key not in kept:
             self._mirror_bytes += host.nbytes + _MIRROR_OVERHEAD

@@ -1,7 +1,7 @@
 """The data channel: length-prefixed, numbered, acknowledged frames over a unix socket, TCP, TLS or a NATS tunnel."""
 
 from wooly_bus.channel.acceptor import Acceptor, Guest, StrangerLimits
-from wooly_bus.channel.client import ChannelClient, Expected
+from wooly_bus.channel.client import ChannelClient, Expected, InputTakenError
 from wooly_bus.channel.endpoint import Endpoint, EndpointError
 from wooly_bus.channel.framing import (
     ChannelClosedError,
@@ -38,6 +38,7 @@ __all__ = [
     "Frame",
     "FrameReceived",
     "Guest",
+    "InputTakenError",
     "ProtocolError",
     "StrangerLimits",
     "client_context",

@@ -5,7 +5,8 @@ processes acknowledgements. A send waits while more than `window` payload bytes 
 
 An exception of a signal handler may end a receive at one place: while it waits for input (`await_input`). The client then keeps
 the bytes that it has, and the next receive goes on from there. What a caller expected still arrives later, in its turn. A send
-that waits for room receives, too; after such an exception, its frame is not sent.
+that waits for room receives, too; after such an exception, its frame is not sent. A signal handler may also use the client while
+`complete` waits (`call_inside_wait`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import socket
 import ssl
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from wooly_wis.frames import MAX_CHUNK
 
@@ -108,6 +111,10 @@ class _Incoming:
         self.kind, self.flags, self.seq, self.payload, self.into = kind, flags, seq, payload, into
         self.at = 0
         self.expected: Expected | None = None
+
+
+class InputTakenError(Exception):
+    """Ends a receive, because a signal handler has received meanwhile. `ChannelClient.complete` looks again."""
 
 
 class ChannelClient:
@@ -400,7 +407,28 @@ class ChannelClient:
             if deadline is not None:
                 self._write_held()
                 self._wait_readable(deadline)
-            self._take()
+            try:
+                self._take()
+            except InputTakenError:
+                continue
+
+    def call_inside_wait(self, function: Callable[[], Any]) -> Any:
+        """Call a signal handler, which may use this client, while `complete` waits in `await_input`.
+
+        What the wait expects may arrive meanwhile.
+
+        Raises:
+            InputTakenError: the handler has used the client. The wait must look again.
+        """
+        before = self._sent, self._received, self.acked
+        waiting, self._input = self._input, input_of(self._sock)  # an object of `poll` waits once at a time
+        try:
+            found = function()
+        finally:
+            self._input = waiting
+        if (self._sent, self._received, self.acked) != before:
+            raise InputTakenError
+        return found
 
     def poll_acks(self) -> None:
         """Process the acknowledgements and expected payloads that have arrived, without waiting.
