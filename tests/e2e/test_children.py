@@ -1,5 +1,6 @@
 """Programs that `wooly run` starts, and the Python processes below them: each has a session of its own."""
 
+import gzip
 import json
 import os
 import random
@@ -66,6 +67,46 @@ def test_child_of_script_has_own_session_and_hidden_devices_none(stack, folder):
     said = lines(done.stdout)
     assert said["shell"][:2] == [1, 6.0] and said["hidden"] == [0, False, ""]
     assert f"1 more session: {said['shell'][2]}" in done.stderr
+    assert not stack.request("GET", "sessions")["sessions"]
+
+
+ENDING = """
+import atexit, gzip, multiprocessing, sys, threading, time, torch
+
+def later():
+    time.sleep(0.2)
+    print("thread", torch.ones(2, device="cuda").sum().item(), flush=True)
+
+def at_exit():
+    print("at exit", (total + 1).tolist(), api.has_session(), flush=True)
+
+if __name__ == "__main__":
+    from wooly import api
+    total = torch.ones(2, device="cuda")
+    locks = multiprocessing.get_context("spawn").Queue()
+    plain, packed = open("plain.txt", "w"), gzip.open("packed.gz", "wt")
+    plain.write("kept in memory")
+    packed.write("kept in memory")
+    cycle = [plain, packed]
+    cycle.append(cycle)
+    atexit.register(at_exit)
+    threading.Thread(target=later).start()
+    print("end of script", flush=True)
+    if "fails" in sys.argv:
+        raise SystemExit(5)
+"""
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([], 0), (["fails"], 5)])
+def test_end_of_script_is_that_of_python(stack, tmp_path, arguments, code):
+    """Threads end, exit functions run while the session is open, files are written, and semaphores are removed."""
+    (tmp_path / "ending.py").write_text(ENDING)
+    done = forks.run("wooly", "run", "-q", "ending.py", *arguments, env=environment(stack), cwd=tmp_path, timeout=240)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.splitlines() == ["end of script", "thread 2.0", "at exit [2.0, 2.0] True"]
+    assert (tmp_path / "plain.txt").read_text() == "kept in memory"
+    assert gzip.decompress((tmp_path / "packed.gz").read_bytes()) == b"kept in memory"
+    assert "leaked" not in done.stderr and "Error" not in done.stderr
     assert not stack.request("GET", "sessions")["sessions"]
 
 

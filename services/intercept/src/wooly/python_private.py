@@ -5,9 +5,12 @@ Checked against Python 3.11 to 3.14.
 
 from __future__ import annotations
 
+import atexit
 import dis
 import functools
+import multiprocessing.util
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import SemLock
 from types import CodeType, FrameType
@@ -57,6 +60,21 @@ def call_at(code: CodeType, offset: int) -> tuple[str, tuple[str, ...]] | None:
         if load.opname in _LOADS_NAMED and at is not None and (at.lineno, at.col_offset) == begin:
             return str(load.argval), names
     return None
+
+
+def join_threads() -> None:
+    """Wait for all threads that are not daemons, as Python does after a script."""
+    threading._shutdown()  # type: ignore[attr-defined]
+
+
+def run_exit_functions() -> None:
+    """Call the functions of `atexit`, the last one first, as Python does after a script. Their errors are printed."""
+    atexit._run_exitfuncs()
+
+
+def end_children() -> None:
+    """End the daemons among the child processes of `multiprocessing`, and wait for the others. `atexit` does it, too."""
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
 
 
 def unlock_after_fork(lock: Any) -> None:

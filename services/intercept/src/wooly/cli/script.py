@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import io
 import os
 import runpy
 import sys
@@ -10,6 +12,8 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+
+from wooly.python_private import join_threads, run_exit_functions
 
 #: Prefixes of the file names of frames that are not part of the script: Wooly, and Python's own runners.
 _OWN = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "<frozen runpy>", "<frozen importlib")
@@ -73,3 +77,34 @@ def run(target: str, arguments: list[str], *, module: bool) -> int:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
     return 0
+
+
+def finish() -> None:
+    """Do what Python does after a script: wait for its threads, and call the functions that it has registered with `atexit`."""
+    try:
+        join_threads()
+    except BaseException as e:  # such as KeyboardInterrupt; Python prints it, too, and goes on
+        print_error(e)
+    run_exit_functions()
+
+
+#: Classes whose objects write what they keep when they are closed, by module. Their order is that in which they write.
+_WRITERS = (("gzip", "GzipFile"), ("bz2", "BZ2File"), ("lzma", "LZMAFile"), ("zipfile", "ZipFile"))
+
+
+def flush_files() -> None:
+    """Write what the script's open files keep in memory, as the end of Python does.
+
+    Files of modules that were imported before the script, which the collector does not know (`gc.freeze`), are not written.
+    """
+    archives = [getattr(sys.modules[module], name) for module, name in _WRITERS if module in sys.modules]
+    kinds = (io.TextIOWrapper, *archives, io.BufferedWriter, io.BufferedRandom)
+    found: dict[type, list[object]] = {kind: [] for kind in kinds}
+    for each in gc.get_objects():
+        kind = type(each)
+        if issubclass(kind, kinds):
+            found[next(k for k in kinds if issubclass(kind, k))].append(each)
+    for kind, files in found.items():
+        for file in files:
+            with contextlib.suppress(Exception):
+                (file.close if kind in archives else file.flush)()  # type: ignore[attr-defined]

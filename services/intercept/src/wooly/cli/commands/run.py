@@ -6,6 +6,7 @@ A Python script runs in this process. Another program runs as a child, and the P
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import os
@@ -29,6 +30,7 @@ from wooly.cli.credits import bill_at_end, bill_line, bill_of
 from wooly.control import Controller, connect
 from wooly.errors import WoolyError
 from wooly.local_stack import begin, fork_executor
+from wooly.python_private import end_children
 from wooly.settings import Settings
 from wooly.visible import VISIBLE, visible
 
@@ -115,24 +117,39 @@ def run_python(
         os.environ.update(capture.variables(_reach(api.opened_session() if api.has_session() else None), report))
         gc.freeze()  # the first collection would look at all that was imported
         gc.enable()
+        code, ended = 0, False
+
+        def end() -> None:
+            """Close the session, after the exit functions of the script, and before those of modules that it needs."""
+            nonlocal code, ended
+            ended = True
+            end_children()
+            if code == 0:
+                code = _finish()
+            os.environ.pop(capture.VARIABLE, None)
+            seconds = time.monotonic() - started
+            if api.has_session():
+                stats, session = api.session_stats(), None if quiet else api.opened_session()
+                billed = session is not None and session.controlled
+                bill = bill_at_end(session) if billed else []
+                api.close_at_end(code)
+                if not quiet:
+                    _summary(stats, seconds, session)
+                if billed:
+                    err.print(f"       {bill_line(bill)}", highlight=False, soft_wrap=True)
+            if finish is not None and (line := finish()) and not quiet:
+                err.print(f"       {line}", highlight=False, soft_wrap=True)
+            if not quiet and (more := capture.read_report(report)):
+                err.print(
+                    f"       its processes had {_count(len(more), 'more session')}: {_names(more)}", highlight=False
+                )
+
+        atexit.register(end)
         code = script.run(target, arguments, module=module)
-        if code == 0:
-            code = _finish()
-        os.environ.pop(capture.VARIABLE, None)
-        seconds = time.monotonic() - started
-        if api.has_session():
-            stats, session = api.session_stats(), None if quiet else api.opened_session()
-            billed = session is not None and session.controlled
-            bill = bill_at_end(session) if billed else []
-            api.close_at_end(code)
-            if not quiet:
-                _summary(stats, seconds, session)
-            if billed:
-                err.print(f"       {bill_line(bill)}", highlight=False, soft_wrap=True)
-        if finish is not None and (line := finish()) and not quiet:
-            err.print(f"       {line}", highlight=False, soft_wrap=True)
-        if not quiet and (more := capture.read_report(report)):
-            err.print(f"       its processes had {_count(len(more), 'more session')}: {_names(more)}", highlight=False)
+        script.finish()
+        if not ended:  # the script has removed all exit functions
+            end()
+    script.flush_files()
     sys.stdout.flush()
     sys.stderr.flush()
     # Exit at once: everything is closed and flushed, and interpreter shutdown would free thousands of tensors one by one.
