@@ -98,6 +98,7 @@ _TEACHABLE = (
         "convolution",
         "native_batch_norm",
         "linalg_vector_norm",
+        "cat",
         "dot",
         "vdot",
         "nansum",
@@ -298,6 +299,8 @@ class RegisteredDevice:
             kernel = backend.triangular_factors_into(kernel, op)
         if name in ("tril_", "triu_"):
             kernel = backend.triangular_in_place(kernel, op)
+        if name in ("cat", "cat.out"):
+            kernel = backend.joined(kernel)
         if name == "dot":
             kernel = backend.dot(kernel)
         if name == "vdot":
