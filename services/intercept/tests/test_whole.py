@@ -161,6 +161,27 @@ def test_small_operator_decomposes_for_gradients_on_a_cpu_and_is_one_instruction
     assert sum(name in part for part in recorded(gradients)[1]) == 2
 
 
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("name", ["lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"])
+@pytest.mark.parametrize(
+    ("x", "hx", "wide"), [((3, 9), (3, 8), 8), ((3, 8), (1, 8), 8), ((1, 8), (3, 8), 8), ((3, 8), (3, 1), 8)]
+)
+def test_cell_whose_sizes_do_not_fit_raises_error_of_pytorch(cuda, name, gradients, x, hx, wide):
+    said = []
+    for where in ("cpu", cuda):
+        x_, hx_, w = leaves(x, hx, ({"lstm_cell": 4, "gru_cell": 3}.get(name, 1) * wide, wide), where=where)
+        with torch.set_grad_enabled(gradients), pytest.raises(RuntimeError) as raised:
+            getattr(torch, name)(x_, (hx_, hx_) if name == "lstm_cell" else hx_, w, w)
+        said.append(str(raised.value))
+    assert said[0] == said[1]
+
+
+def test_lstm_cell_with_one_state_raises_error_of_pytorch(cuda):
+    x, w = leaves((3, 8), (32, 8), where=cuda)
+    with pytest.raises(RuntimeError, match="lstm_cell expects two hidden states"):
+        torch.lstm_cell(x, (x,), w, w)
+
+
 @pytest.mark.parametrize("make", [nn.GRU, nn.RNN, nn.LSTM])
 @pytest.mark.parametrize(
     "options", [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}, {"bias": False}]
