@@ -13,15 +13,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from wooly.torch_private import in_trace
+
 aten = torch.ops.aten
 
 
 def _check(x: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor) -> None:
     """Refuse what PyTorch refuses, in its words. The operators below would broadcast a batch of one.
 
+    `torch.jit.trace` records sizes as tensors, so that comparisons would become a part of the trace. There, nothing is checked.
+
     Raises:
         RuntimeError: the sizes of the tensors do not fit.
     """
+    if in_trace():
+        return
     if x.size(1) != w_ih.size(1):
         raise RuntimeError(f"input has inconsistent input_size: got {x.size(1)} expected {w_ih.size(1)}")
     if x.size(0) != hx.size(0):
