@@ -71,7 +71,7 @@ def _layer_norm_backward(given: Arguments) -> None:
 def _group_norm(given: Arguments) -> None:
     """Require that weight and bias are contiguous, unless the library refuses the input first, or has nothing to compute.
 
-    It checks all shapes.
+    It checks all shapes. Since 2.14, it takes such an input, and reads weights with their strides.
     """
     layouts = (torch.contiguous_format, _CHANNELS_LAST.get(given["input"].dim(), torch.contiguous_format))
     if not given["input"].numel() or not any(given["input"].is_contiguous(memory_format=m) for m in layouts):
