@@ -198,8 +198,8 @@ def test_rest_refusal_is_repeated_while_database_is_away(monkeypatch, code, retr
 def test_new_session_waits_while_rest_has_no_database(monkeypatch, capsys):
     """It used to end with an error after 15 s."""
     monkeypatch.setattr(access, "RETRY_S", 0.0)
-    monkeypatch.setattr(turn, "QUIET_S", 0.2)
-    monkeypatch.setattr(turn, "RETRY_S", 0.1)
+    monkeypatch.setattr(turn, "QUIET_S", 0.0)
+    monkeypatch.setattr(turn, "RETRY_S", 0.01)
     sent = []
     with listening(refusing(sent, 503, True)) as (port, _):
         settings = Settings(controller_url=f"http://localhost:{port}", credential="token", queue_s=0.5)
@@ -211,7 +211,7 @@ def test_new_session_waits_while_rest_has_no_database(monkeypatch, capsys):
     assert len(lines) == 1 and lines[0].startswith(
         "wooly: the session waits for the controller's database: the controller at"
     )
-    assert len(sent) > 2
+    assert len(sent) > 1
 
 
 def test_new_session_that_must_not_wait_ends_while_rest_has_no_database(monkeypatch):
