@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from wooly.kernels import backend
+from wooly.kernels.tracing import Untraced
 
 
 @pytest.mark.parametrize("out", [False, True])
@@ -221,3 +222,10 @@ def test_more_tensors_than_an_instruction_takes_are_joined(cuda, join, monkeypat
     assert found[0] == found[1]
     with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
         torch.cat([torch.ones(2, k, device=cuda) for k in range(1, 11)])
+
+
+def test_second_kernel_of_an_operator_needs_an_override(cuda):
+    """PyTorch 2.13 would replace the first kernel without a word, and 2.11 refuses the second one when a session begins."""
+    library = Untraced("aten", "IMPL")
+    with pytest.raises(RuntimeError, match="already a kernel registered"):
+        library.impl("tril_indices", torch.tril_indices, "PrivateUse1")

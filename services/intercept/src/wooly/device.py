@@ -87,9 +87,9 @@ _FACTORIES = (
     aten.kaiser_window.default,
     aten.kaiser_window.periodic,
     aten.kaiser_window.beta,
-    aten.tril_indices.default,
-    aten.triu_indices.default,
 )
+#: Factories that get a kernel as other operators do, because the CPU has one. They need the same kernel under the key CUDA.
+_FACTORIES_ON_CPU = (aten.tril_indices.default, aten.triu_indices.default)
 #: Operators of which calls can be native although their kernel in Python is not the generic one alone.
 _TEACHABLE = (
     indexing.INDEXED
@@ -347,6 +347,8 @@ class RegisteredDevice:
             library.impl("arange", partial(arange, 0), key)
             for op in _FACTORIES:
                 library.impl(short_name(op), self.generic.kernel(op), key)
+        for op in _FACTORIES_ON_CPU:
+            library.impl(short_name(op), self.generic.kernel(op), "CUDA")
 
     def _register_whole(self, library: torch.library.Library) -> None:
         """Register the operators that are recorded as one instruction although PyTorch would decompose them."""

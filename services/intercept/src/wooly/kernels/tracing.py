@@ -28,10 +28,14 @@ class Untraced(torch.library.Library):
     of_cuda: ClassVar[set[str]] = set()
 
     def impl(self, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> None:
-        """Register a kernel, as `torch.library.Library.impl`."""
+        """Register a kernel, as `torch.library.Library.impl`.
+
+        A second kernel needs `allow_override=True`: some releases of PyTorch refuse it without, others replace the first one.
+        """
         if dispatch_key == "CUDA":
             self.of_cuda.add(op_name)
         wrapped = dispatch_key in _BELOW and op_name in _CONSTANTS
+        options.setdefault("allow_override", False)
         super().impl(op_name, untraced(fn) if wrapped else fn, dispatch_key, **options)  # type: ignore[no-untyped-call]
 
 
