@@ -46,6 +46,8 @@ def library(monkeypatch):
     bitsandbytes.activate()
     yield
     bitsandbytes.deactivate()
+    # PyTorch 2.11 keeps the names of a library that was collected as garbage, and Inductor's import fails on them.
+    definition._destroy()
 
 
 def test_update_of_optimizer_with_8_bit_states_is_the_kernel_in_triton(cuda, library):
