@@ -21,6 +21,7 @@ def test_tensor_type_makes_tensors_on_device(cuda, kind):
     assert torch.equal(make(t), t)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # of PyTorch 2.11
 def test_sparse_tensor_type_makes_sparse_tensors_on_device(cuda):
     make, indices, values = (
         torch.cuda.sparse.FloatTensor,
