@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from wooly.kernels import backend
 from wooly.kernels.tracing import Untraced
 
 
@@ -207,21 +206,6 @@ def test_indices_of_a_triangle_are_made_by_function_and_operator(cuda, name):
             found = make(3, 4, offset, device=torch.device("cuda:0"))
             assert found.device == torch.device("cuda:0")
             assert torch.equal(found.cpu(), getattr(torch, name)(3, 4, offset))
-
-
-@pytest.mark.parametrize("join", [torch.cat, torch.stack])
-def test_more_tensors_than_an_instruction_takes_are_joined(cuda, join, monkeypatch):
-    monkeypatch.setattr(backend, "_JOINED", 4)
-    found = []
-    for where in ("cpu", cuda):
-        parts = [torch.full((1, 2), float(k), device=where, requires_grad=True) for k in range(11)]
-        whole = join(parts, 1)
-        (whole * torch.arange(22.0, device=where).view(whole.shape)).sum().backward()
-        out = join([t.detach() for t in parts], 1, out=torch.empty(0, device=where))
-        found.append([whole.tolist(), out.tolist(), [t.grad.tolist() for t in parts]])
-    assert found[0] == found[1]
-    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
-        torch.cat([torch.ones(2, k, device=cuda) for k in range(1, 11)])
 
 
 def test_second_kernel_of_an_operator_needs_an_override(cuda):

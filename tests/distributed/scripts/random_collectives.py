@@ -9,6 +9,7 @@ booleans and few collectives of complex numbers, so it gets such tensors as byte
 
 import datetime
 import random
+import sys
 import warnings
 
 import torch
@@ -523,6 +524,8 @@ KINDS = [
     *(Sequence.objects, Sequence.objects_on_the_device, Sequence.barrier, Sequence.wait_for_all),
 ]
 
-if agree(lambda seed: "\n".join(Sequence(seed).run())):
+agreed = agree(lambda seed: "\n".join(Sequence(seed).run()))
+if agreed:
     print("all sequences agree", flush=True)
 dist.destroy_process_group()
+sys.exit(not agreed)

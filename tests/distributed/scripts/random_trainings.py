@@ -311,7 +311,9 @@ def check(seed):
     return ""
 
 
-if agree(check):
-    most = 2 * len(refused) > len(seeds())
+agreed = agree(check)
+most = 2 * len(refused) > len(seeds())
+if agreed:
     print("nearly all were refused" if most else "all trainings agree", len(refused), "refused", flush=True)
 dist.destroy_process_group()
+sys.exit(most or not agreed)

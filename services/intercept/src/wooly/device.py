@@ -28,6 +28,7 @@ from wooly.kernels import (
     indexing,
     jagged,
     layers,
+    lists,
     packed_weights,
     resolving,
     semi_structured,
@@ -268,6 +269,8 @@ class RegisteredDevice:
             kernel = resolving.on_plain(op, partial(self.generic.kernel, op))
         else:
             kernel = self.generic.kernel(op)
+        if lists.computes_by_index(bare):
+            kernel = lists.in_parts(kernel, self.generic.facts[op])
         generic = kernel
         if bare == "histc":
             kernel = backend.histc(kernel)
@@ -300,7 +303,7 @@ class RegisteredDevice:
         if name in ("tril_", "triu_"):
             kernel = backend.triangular_in_place(kernel, op)
         if name in ("cat", "cat.out"):
-            kernel = backend.joined(kernel)
+            kernel = lists.joined(kernel)
         if name == "dot":
             kernel = backend.dot(kernel)
         if name == "vdot":

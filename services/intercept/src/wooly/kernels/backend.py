@@ -392,23 +392,6 @@ def triangular_in_place(record: Kernel, op: OpOverload) -> Kernel:
     return run
 
 
-#: Number of tensors that one instruction joins. The operands of an instruction are limited (`wooly_wis.limits`).
-_JOINED = 1 << 12
-
-
-def joined(record: Kernel) -> Kernel:
-    """`aten.cat` and `aten.cat.out`. More tensors than an instruction takes are joined in parts, which are joined then."""
-
-    def run(tensors: list[Tensor], dim: int = 0, **into: Tensor) -> Any:
-        if len(tensors) <= _JOINED or any(t.dtype is not tensors[0].dtype for t in tensors):
-            return record(tensors, dim, **into)
-        if into:
-            return _resized(into["out"], aten.cat(tensors, dim))
-        return aten.cat([aten.cat(tensors[at : at + _JOINED], dim) for at in range(0, len(tensors), _JOINED)], dim)
-
-    return run
-
-
 #: Operators with limits, which CUDA compares in float32 if the elements are of half precision.
 LIMITED = frozenset({"clamp", "clamp_", "clamp_max", "clamp_max_", "clamp_min", "clamp_min_", "hardtanh", "hardtanh_"})
 _LARGEST_HALF = torch.finfo(torch.float16).max
