@@ -108,7 +108,8 @@ class HostValues:
         if vain < _VAIN or vain % _AGAIN == 0:
             value = Value(self, recorder, link, programs)
             if value.resolve(buffer, key):
-                self._vain.pop(place, None)
+                if vain:
+                    del self._vain[place]
                 return value
         if len(self._vain) >= _MOST_VAIN:
             self._vain.clear()
