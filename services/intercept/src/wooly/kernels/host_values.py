@@ -41,6 +41,8 @@ _MOST_PARSED = 4
 _MOST_OPERANDS = 5
 #: Number of vain searches in a row after which a value of a loop is mostly read at once, and how often it is still searched then.
 _VAIN, _AGAIN = 8, 16
+#: Number of words by which the end of a program is known again.
+_TAIL = 8
 #: Maximum number of values that were searched in vain and are remembered.
 _MOST_VAIN = 4096
 
@@ -77,8 +79,9 @@ class HostValues:
         self._rules: dict[int, Rule | None] = {}
         self._dynamic: dict[int, tuple[Form, Callable[[Sequence[Tensor | None], Numbers], Any] | None]] = {}
         self._parsed: tuple[_Parsed, ...] = ()
-        #: Vain searches in a row, by the length of the program and the slot of the value: the same in each turn of a loop.
-        self._vain: dict[tuple[int, int], int] = {}
+        #: Vain searches in a row, by the slot of the value, and the length and the last words of the program: the same in each
+        #: turn of a loop.
+        self._vain: dict[tuple[int, ...], int] = {}
 
     def known(self, link: Link, buffer: int, key: ViewKey) -> Tensor | None:
         """A view of a host copy that the link keeps, of this part or of more of the buffer; None if there is none."""
@@ -103,7 +106,7 @@ class HostValues:
         writer = next((p for p in reversed(programs) if buffer in p.slot_of), None)
         if writer is None or not self._may_compute(writer.words, writer.slot_of[buffer], recorder.free_form):
             return None
-        place = len(writer.words), writer.slot_of[buffer]
+        place = writer.slot_of[buffer], len(writer.words), *writer.words[-_TAIL:]
         vain = self._vain.get(place, 0)
         if vain < _VAIN or vain % _AGAIN == 0:
             value = Value(self, recorder, link, programs)
