@@ -25,8 +25,8 @@ from wooly_executor import intake, launching
 from wooly_executor.billing.core_speed import CoreSpeed
 from wooly_executor.collector import Collector
 from wooly_executor.device_loop import DeviceLoop
-from wooly_executor.runtime import execution
-from wooly_executor.runtime.protocol import Runtime
+from wooly_executor.runtime import execution, torch_cpu
+from wooly_executor.runtime.protocol import Rates, Runtime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_router.core.placement import DeviceRequest, Gpu, Pool
 from wooly_router.core.queue import claims_of
@@ -71,9 +71,12 @@ class _SteadyTime:
 
 
 _TIMED = (execution, intake, launching)
+#: In place of the measured speed of this machine, from which the executor computes where programs may stop at first.
+_RATES = Rates(bytes_per_us=80_000, flops_per_us=70_000, launch_ns=1_000)
 
 
 def _loop(runtime: Runtime | None = None) -> DeviceLoop:
+    torch_cpu._rates = lambda threads: _RATES  # type: ignore[assignment]
     loop = DeviceLoop(runtime or TorchCpuRuntime(), memory=GIB, pace=_SteadyPace(), collector=Collector())
     loop.server.busy = BusyWait(0)
     return loop
