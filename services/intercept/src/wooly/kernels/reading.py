@@ -169,7 +169,7 @@ class Reading:
                 if not known and recorder.capture is None:
                     wait_as_cuda(recorder, link)
                     return number
-        return self.to_host(plain(t)).item()
+        return self._number(t)
 
     def _number(self, t: Tensor) -> Any:
         return self.to_host(plain(t)).item()
