@@ -1,4 +1,4 @@
-"""Runs random programs of several ranks, seed by seed. Knows nothing about what they do."""
+"""Runs random programs of several ranks, one per seed. It does not know what the programs do."""
 
 import sys
 
@@ -12,7 +12,11 @@ def seeds():
 
 
 def agree(check):
-    """Whether no seed makes a difference on any rank. `check(seed)` says what differs, or nothing; what it says is printed."""
+    """Check all seeds, until one differs on some rank. Returns whether all agree.
+
+    Args:
+        check: runs the program of a seed, and returns what differs: a text, which is printed; empty if nothing does.
+    """
     for seed in seeds():
         said = check(seed)
         wrong = torch.tensor([len(said)])

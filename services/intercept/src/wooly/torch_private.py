@@ -1166,7 +1166,7 @@ def destroy(library: torch.library.Library) -> None:
 
 
 class _Destroys:
-    """A handle that a library keeps for what it has registered: another library."""
+    """An entry in a library's list of what ends with it. This one ends another library."""
 
     def __init__(self, library: torch.library.Library) -> None:
         self.destroy = library._destroy

@@ -88,7 +88,8 @@ def finish() -> None:
     run_exit_functions()
 
 
-#: Classes whose objects write what they keep when they are closed, by module. Their order is that in which they write.
+#: Classes of archives, by module. An archive is written completely only when it is closed. A class comes before those whose files
+#: it may write into.
 _WRITERS = (("gzip", "GzipFile"), ("bz2", "BZ2File"), ("lzma", "LZMAFile"), ("zipfile", "ZipFile"))
 
 

@@ -12,7 +12,7 @@ value, so there is none while gradients are enabled.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from types import CodeType, FrameType
 from typing import Any
 
@@ -32,7 +32,8 @@ _OPERANDS = _FLOATS | {torch.complex64, torch.complex128}
 _PASSES_ON = DeviceContext.__torch_function__.__code__
 #: Maximum number of places in scripts that are remembered.
 _MOST_PLACES = 4096
-#: Whether a call there takes an `alpha`, by the code's id and the instruction's offset. The code is kept, so its id stays its.
+#: Whether the call at a place takes an `alpha`, by the code's id and the instruction's offset. The code is kept, so that no other
+#: code gets its id.
 _places: dict[tuple[int, int], tuple[CodeType, bool]] = {}
 
 
@@ -92,16 +93,21 @@ def number_for_call(t: Tensor, frame: FrameType | None, read: Callable[[Tensor],
     code, offset = frame.f_code, frame.f_lasti
     if code is _PASSES_ON:
         passed = frame.f_locals
-        takes = getattr(passed["func"], "__name__", "") in _NAMES and "alpha" in passed["kwargs"]
-        return torch.SymFloat(_Node(t, read)) if takes else None
-    place = _places.get((id(code), offset))
-    if place is None:
-        called = call_at(code, offset)
-        place = code, called is not None and called[0] in _NAMES and "alpha" in called[1]
-        if len(_places) >= _MOST_PLACES:
-            _places.clear()
-        _places[id(code), offset] = place
-    return torch.SymFloat(_Node(t, read)) if place[1] else None
+        takes = _takes_alpha(getattr(passed["func"], "__name__", ""), passed["kwargs"])
+    else:
+        place = _places.get((id(code), offset))
+        if place is None:
+            called = call_at(code, offset)
+            place = code, called is not None and _takes_alpha(*called)
+            if len(_places) >= _MOST_PLACES:
+                _places.clear()
+            _places[id(code), offset] = place
+        takes = place[1]
+    return torch.SymFloat(_Node(t, read)) if takes else None
+
+
+def _takes_alpha(function: str, keywords: Container[str]) -> bool:
+    return function in _NAMES and "alpha" in keywords
 
 
 def tensor_of(number: torch.SymFloat) -> Tensor:
