@@ -14,11 +14,12 @@ does not depend on the batches. A batch has the link before its first entry and 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from hashlib import blake2b
+from json.encoder import encode_basestring_ascii
 from operator import attrgetter
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 from wooly_dispatch.core import step
 from wooly_dispatch.decisions import Decision
@@ -34,33 +35,97 @@ def _tag(kind: type) -> str:
     return kind.__name__.removesuffix("Event").removesuffix("Decision")
 
 
-_KINDS: dict[str, type] = {_tag(kind): kind for kind in (*get_args(Event), *get_args(Decision), Config, Policy)}
+def _pack(value: Any) -> str:
+    form = _FORMS[type(value)]
+    values = [*form.get(value)]
+    for at, packed in form.packed:
+        values[at] = packed(values[at])
+    return form.template % tuple(values)
+
+
+def _unpack(data: Any, allowed: set[str]) -> Any:
+    tag, *values = data
+    if tag not in allowed:
+        raise ValueError(f"unknown tag {tag!r}")
+    form = _BY_TAG[tag]
+    if [*map(type, values)] != form.wanted:
+        names = [f"{f.name}: {wanted.__name__}" for f, wanted in zip(fields(form.kind), form.wanted, strict=True)]
+        raise ValueError(f"the fields of {tag} must be {', '.join(names)}")
+    for at, read in form.nested:
+        values[at] = read(values[at])
+    return form.kind(*values)
+
+
+def _packed_numbers(values: tuple[int, ...]) -> str:
+    return f"[{','.join(map(str, values))}]"
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    if type(values) is not list or any(type(v) is not int for v in values):
+        raise ValueError("it must be a list of integers")
+    return tuple(values)
+
+
+class _Form:
+    """How values of one type are written and read: a list of the type's tag and its fields.
+
+    Attributes:
+        kind: the type.
+        template: the text, with a placeholder for each field.
+        get: returns a value's fields.
+        packed: index of each field that is not an integer, with the function that returns its text.
+        wanted: the type that JSON gives for each field; `list` for fields in `nested`.
+        nested: index of each field whose value is read by a function, with that function.
+    """
+
+    __slots__ = ("get", "kind", "nested", "packed", "template", "wanted")
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+        self.packed: list[tuple[int, Callable[[Any], str]]] = []
+        self.nested: list[tuple[int, Callable[[Any], Any]]] = []
+        self.wanted: list[type] = []
+        names = [f.name for f in fields(kind)]
+        hints = get_type_hints(kind)
+        for at, name in enumerate(names):
+            wanted, packed, nested = self._field(hints[name])
+            self.wanted.append(wanted)
+            if packed is not None:
+                self.packed.append((at, packed))
+            if nested is not None:
+                self.nested.append((at, nested))
+        self.template = f'["{_tag(kind)}",{",".join(["%s"] * len(names))}]'
+        if len(names) == 1:
+            self.get: Callable[[Any], Iterable[Any]] = lambda value: (getattr(value, names[0]),)
+        else:
+            self.get = attrgetter(*names)
+
+    @staticmethod
+    def _field(given: Any) -> tuple[type, Callable[[Any], str] | None, Callable[[Any], Any] | None]:
+        if given is int:
+            return int, None, None
+        if given is str:
+            return str, encode_basestring_ascii, None
+        if given is bool:
+            return bool, lambda value: "true" if value else "false", None
+        if given == tuple[int, ...]:
+            return list, _packed_numbers, _numbers
+        if given in (Config, Policy):
+            return list, _pack, lambda data: _unpack(data, {_tag(given)})
+        raise TypeError(f"a journal cannot have a field of type {given}")
+
+
+_FORMS: dict[type, _Form] = {kind: _Form(kind) for kind in (*get_args(Event), *get_args(Decision), Config, Policy)}
+_BY_TAG = {_tag(kind): form for kind, form in _FORMS.items()}
 _EVENTS = {_tag(kind) for kind in get_args(Event)}
 _DECISIONS = {_tag(kind) for kind in get_args(Decision)}
-
-
-def _getter(kind: type) -> Callable[[Any], tuple[Any, ...]]:
-    names = [f.name for f in fields(kind)]
-    if len(names) == 1:
-        return lambda value: (getattr(value, names[0]),)
-    found: Callable[[Any], tuple[Any, ...]] = attrgetter(*names)
-    return found
-
-
-_GETTERS = {kind: (tag, _getter(kind)) for tag, kind in _KINDS.items()}
-
-
-def _pack(value: Any) -> list[Any]:
-    tag, getter = _GETTERS[type(value)]
-    return [tag, *getter(value)]
-
-
-_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=_pack).encode
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+_decode = json.JSONDecoder().raw_decode
 
 
 def encode_entry(event: Event, decisions: list[Decision]) -> bytes:
     """The canonical bytes of one entry, without a newline."""
-    return _encode([event, decisions]).encode()
+    return f"[{_pack(event)},[{','.join([_pack(d) for d in decisions])}]]".encode()
 
 
 def decode_entry(data: bytes) -> tuple[Event, list[Decision]]:
@@ -69,35 +134,23 @@ def decode_entry(data: bytes) -> tuple[Event, list[Decision]]:
     Raises:
         JournalError: the bytes are not the canonical bytes of an entry.
     """
+    event, decisions = _read(data)
     try:
-        event, decisions = json.loads(data)
-        entry = (_unpack(event, _EVENTS), [_unpack(d, _DECISIONS) for d in decisions])
-    except (ValueError, TypeError, KeyError, RecursionError) as e:
+        entry = (event, [_unpack(d, _DECISIONS) for d in decisions])
+    except (ValueError, TypeError) as e:
         raise JournalError(f"the bytes are not an entry: {type(e).__name__}: {e}") from e
     if encode_entry(*entry) != data:
         raise JournalError("the entry is not in canonical form")
     return entry
 
 
-def _unpack(data: Any, allowed: set[str]) -> Any:
-    tag, *values = data
-    if tag not in allowed:
-        raise ValueError(f"unknown tag {tag!r}")
-    kind = _KINDS[tag]
-    for at, (value, f) in enumerate(zip(values, fields(kind), strict=True)):
-        if f.name in ("policy", "config"):
-            values[at] = _unpack(value, {"Policy", "Config"})
-            wanted: type = Policy if f.name == "policy" else Config
-        elif f.name == "kernels":
-            values[at] = tuple(value)
-            wanted = tuple
-            if any(type(v) is not int for v in value):
-                raise ValueError("kernels must be integers")
-        else:
-            wanted = {"str": str, "bool": bool}.get(str(f.type), int)
-        if type(values[at]) is not wanted:
-            raise ValueError(f"{f.name} of {tag} must be of type {wanted.__name__}")
-    return kind(*values)
+def _read(data: bytes) -> tuple[Event, list[Any]]:
+    """The event of an entry, and its decisions as they are read from JSON."""
+    try:
+        (event, decisions), _ = _decode(data.decode())
+        return _unpack(event, _EVENTS), decisions
+    except (ValueError, TypeError, RecursionError) as e:
+        raise JournalError(f"the bytes are not an entry: {type(e).__name__}: {e}") from e
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,12 +266,15 @@ class Replayer:
             raise ReplayError(self.next, "the batch's previous link differs: the batch continues another journal")
         for line in lines:
             try:
-                event, recorded = decode_entry(line)
+                event, _ = _read(line)
+                self.state, decisions = step(self.state, event)
+                if encode_entry(event, decisions) != line:
+                    _, recorded = decode_entry(line)
+                    raise ReplayError(
+                        self.next, f"the journal has {recorded} for {event}, but the rule gives {decisions}"
+                    )
             except JournalError as e:
                 raise ReplayError(self.next, str(e)) from e
-            self.state, decisions = step(self.state, event)
-            if decisions != recorded:
-                raise ReplayError(self.next, f"the journal has {recorded} for {event}, but the rule gives {decisions}")
             self.next += 1
             yield event, decisions
         link = _chained(self.link, lines)

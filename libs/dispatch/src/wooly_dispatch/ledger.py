@@ -46,10 +46,11 @@ class Work:
 class Account:
     """The ledger's knowledge of one session. Times are in ns."""
 
-    __slots__ = ("early", "event", "expected", "in_flight", "ready", "resident", "suspended", "work")
+    __slots__ = ("early", "event", "expected", "id", "in_flight", "ready", "resident", "suspended", "work")
 
     def __init__(self, event: SessionOpenedEvent) -> None:
         self.event = event  # the opening event, with the policy in force now
+        self.id = event.session
         self.resident = event.resident
         self.suspended = False
         self.expected = 1
@@ -57,10 +58,6 @@ class Account:
         self.work: deque[Work] = deque()
         self.in_flight = 0
         self.ready = -1  # the class in which it may be launched; -1: it may not be launched
-
-    @property
-    def id(self) -> str:
-        return self.event.session
 
 
 class LaunchInFlight:
