@@ -14,7 +14,7 @@ from wooly_executor.bounds.limits import Limits, default_limits
 from wooly_executor.bounds.work import broadcast
 from wooly_executor.errors import OperationError, TooMuchWorkError
 from wooly_executor.estimates import Estimate
-from wooly_executor.runtime.buffers import WIS_DTYPE, Buffer
+from wooly_executor.runtime.buffers import WIS_DTYPE, Buffer, as_view
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_testkit.reference import ReferenceRuntime
 from wooly_wis.dtypes import DType
@@ -50,6 +50,32 @@ def native(opcode, views, args, out):
 
 def ref(k):
     return OperandRef(k)
+
+
+def heads(b, h, n, d):
+    """A view in the layout of projections: [b, n, h, d] in memory."""
+    return View(F, (b, h, n, d), (n * h * d, d, h * d, 1))
+
+
+def rows(b, h, n):
+    """A view of one number per row, in the library's layout."""
+    return View(F, (b, h, n), (n * h, 1, h))
+
+
+def attention(b, h, n, m, d, mask=None):
+    views = [heads(b, h, n, d), heads(b, h, m, d), heads(b, h, m, d), *([mask] if mask else [])]
+    args = (*map(ref, range(3)), 0.0, mask is None)
+    outs = [Operand(Role.OUT, heads(b, h, n, d)), Operand(Role.OUT, rows(b, h, n))]
+    more = (("kwargs", (("attn_mask", ref(3)),)),) if mask else ()
+    name = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+    return Form("extern", (*[Operand(Role.IN, v) for v in views], *outs), (), (("args", args), *more, ("name", name)))
+
+
+def attention_backward(b, h, n, m, d):
+    q, k = heads(b, h, n, d), heads(b, h, m, d)
+    outs = [q, k, k]
+    name = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
+    return extern(name, [q, q, k, k, q, rows(b, h, n)], [*map(ref, range(6)), 0.0, True], outs)
 
 
 # -- estimates -----------------------------------------------------------------------------------------------------------
@@ -198,8 +224,8 @@ def test_work_of_size_param_is_refused():
         (native("linear", [dense(F, 8192, 768), dense(F, 50257, 768)], [ref(1), ref(2)], dense(F, 8192, 50257)), "logits"),
         (extern("aten._log_softmax.default", [dense(F, 8192, 50257)], [ref(0), 1, False]), "a loss over them"),
         (extern("aten.sort.stable", [dense(F, 100_000_000)], [ref(0)]), "sorting 100 million numbers"),
-        (extern("aten._scaled_dot_product_flash_attention_for_cpu.default", [dense(F, 8, 16, 2048, 64)] * 3,
-                [ref(0), ref(1), ref(2)]), "attention"),
+        (attention(8, 16, 2048, 2048, 64), "attention"),
+        (attention_backward(8, 16, 2048, 2048, 16), "the gradient of attention"),
         (extern("aten.convolution.default", [dense(F, 32, 64, 224, 224), dense(F, 64, 64, 3, 3)],
                 [ref(0), ref(1), None, (1, 1), (1, 1), (1, 1), False, (0, 0), 1]), "a layer of VGG"),
         (extern("aten._linalg_eigh.default", [dense(F, 2000, 2000)], [ref(0)]), "eigenvectors"),
@@ -390,6 +416,45 @@ def test_divide_position_dependent_operators_are_not_split(opcode):
     args = [ref(1), ref(2)] if opcode == "pow" else [ref(1)]
     _, prepared, _ = _run(Limits(1 << 62, 1 << 62, 100, 100), opcode, [torch.rand(9001)] * len(args), args)
     assert prepared.pieces == {}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        attention(3, 5, 300, 300, 16),
+        attention(1, 7, 33, 900, 24),
+        attention(4, 2, 100, 260, 8, dense(F, 100, 260)),
+        attention(4, 2, 100, 260, 8, dense(F, 4, 1, 100, 260)),
+        attention_backward(3, 5, 300, 300, 16),
+        attention_backward(1, 6, 70, 600, 24),
+    ],
+    ids=["causal", "one sequence", "mask", "mask per sequence", "gradient", "gradient of one sequence"],
+)
+def test_divide_heads_of_attention_have_bits_of_whole(form):
+    torch.manual_seed(4)
+    inputs = [torch.randn(o.view.end // 4) for o in form.operands if o.role is Role.IN]
+    if form.attr("name").endswith("backward.default"):
+        _, q, k, v, out, lse = [as_view(t, o.view) for t, o in zip(inputs, form.operands, strict=False)]
+        for to, value in zip((out, lse), torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True),
+                             strict=True):  # fmt: skip
+            to.copy_(value)
+    outs = [o.view for o in form.operands if o.role is Role.OUT]
+    allocs = [Form("alloc", (Operand(Role.OUT, View(DType.U8, (v.end,), (1,))),)) for v in outs]
+    forms, first, n = tuple(dict.fromkeys((*allocs, form))), len(outs), len(outs) + len(inputs)
+    body = [Instruction(forms.index(alloc), (k,)) for k, alloc in enumerate(allocs)]
+    body.append(Instruction(len(forms) - 1, (*range(first, n), *range(first))))
+    program = Program(forms, tuple(body))
+    found = []
+    for limits in (WHOLE, Limits(1 << 62, 1 << 62, work_of(form).elements // 4, 1 << 62)):
+        runtime = TorchCpuRuntime()
+        runtime.bounds = Bounds(limits)
+        prepared = runtime.prepare(program, verify_program(program))
+        buffers = {first + k: Buffer(t.nbytes, t) for k, t in enumerate(inputs)}
+        outcome = runtime.run(prepared, buffers, list(range(n)), [])
+        assert outcome.failed_at is None, outcome.error
+        found.append([buffers[k].base.reshape(-1).view(torch.uint8) for k in range(first)])
+    assert prepared.pieces.get(first, 0) >= 3
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_divide_overlapping_result_is_not_split():

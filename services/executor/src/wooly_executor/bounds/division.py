@@ -1,4 +1,4 @@
-"""Splits a large instruction into pieces that compute the same bits: element-wise, along kept dimensions, or by rows.
+"""Splits a large instruction into pieces that compute the same bits: element-wise, along kept dimensions, by rows, or by heads.
 
 A piece is the same instruction on parts of the operands' views. Therefore the result has the same shape, dtype and place as that
 of the whole instruction. The tables in this file decide which operators are split. Tests compare the bits.
@@ -55,6 +55,12 @@ _REDUCED = {"sum": "dims", "mean": "dims", "amax": "dims", "amin": "dims", "any"
 _ORDERLESS = frozenset(("amax", "amin", "any", "all", "argmax", "argmin"))
 #: Operators along one dimension whose result has the shape of their argument.
 _ALONG = frozenset(("softmax", "log_softmax", "softmax_backward", "log_softmax_backward"))
+#: Operators of attention on CPUs, which compute each head of each sequence independently. The value says which operand has one
+#: number per row: an argument, or (None) the second result.
+_ATTENTION = {
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": None,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": 5,
+}
 
 
 def divide(form: Form, slots: Sequence[int], parts: int) -> tuple[Piece, ...] | None:
@@ -66,6 +72,8 @@ def divide(form: Form, slots: Sequence[int], parts: int) -> tuple[Piece, ...] | 
     if form.opcode in ("copy", "fill"):
         result = len(known) - 1
         return _elementwise(known, result, parts) if _apart(known, slots, result) else None
+    if form.opcode == "extern" and form.attr("name") in _ATTENTION:
+        return _heads(form, known, slots, parts)
     row = TABLE.get(form.opcode)
     if row is None:
         return None
@@ -194,3 +202,32 @@ def _rows(form: Form, views: Sequence[View], result: int, parts: int) -> tuple[P
             cuts[refs["bias"]] = _narrowed(views[refs["bias"]], (cut,), len(out.sizes))
         pieces.append(Piece(tuple(cuts), end - start))
     return tuple(pieces)
+
+
+def _heads(form: Form, views: Sequence[View], slots: Sequence[int], parts: int) -> tuple[Piece, ...] | None:
+    """Split attention by sequences and heads. In half precision the library chooses its products by the number of heads, so only
+    float32 is split.
+    """
+    args, results, at = form.attr("args", ()), result_operands(form), _ATTENTION[str(form.attr("name"))]
+    assert isinstance(args, tuple)
+    inputs = [a.index for a in args if isinstance(a, OperandRef)]
+    of_rows = results[1] if at is None else args[at]
+    rows = of_rows.index if isinstance(of_rows, OperandRef) else of_rows
+    space = views[inputs[0]].sizes[:2]
+    fits = all(
+        len(views[k].sizes) == (3 if k == rows else 4) and views[k].sizes[:2] == space for k in (*inputs, *results)
+    )
+    if (
+        not fits
+        or form.attr("wanted") is not None
+        or any(v.dtype is not DType.F32 for v in map(views.__getitem__, inputs))
+    ):
+        return None
+    if not all(_apart(views, slots, result) for result in results):
+        return None
+    pieces = []
+    for box in _boxes(space, (0, 1), -(-math.prod(space) // parts)):
+        cuts = [box if k == rows else _narrowed(view, box, 4) for k, view in enumerate(views)]
+        lengths = {d: length for d, _, length in box}
+        pieces.append(Piece(tuple(cuts), math.prod([lengths.get(d, size) for d, size in enumerate(space)])))
+    return tuple(pieces) if len(pieces) > 1 else None

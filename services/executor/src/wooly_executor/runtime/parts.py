@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,13 +20,14 @@ from wooly_executor.runtime.torch_private import OpOverload, schema_of
 
 
 def part_of(
-    form: Form, result: int, parts: dict[int, int], first_param: int, device: TorchDevice
+    form: Form, results: Sequence[int], parts: dict[int, int], first_param: int, device: TorchDevice
 ) -> Callable[[Frame], None]:
     """Return a function that runs an instruction on the registers `parts`, by operand.
 
-    The result goes to the register of operand `result`.
+    The results go to the registers of the operands `results`.
     """
-    out = parts[result]
+    outs = [parts[k] for k in results]
+    out = outs[0]
     if form.opcode == "copy":
         source = parts[0]
 
@@ -42,16 +43,18 @@ def part_of(
 
         return fill
     library = guarded(device.library(library_call(form), form), form)
-    if form.operands[result].role is not Role.OUT:
+    if form.operands[results[0]].role is not Role.OUT:
         return flagged(calling(calling_of(form, library), parts, first_param, device), form, library, device)
-    into = _into(library, result) if TABLE[form.opcode].family in (Family.POINTWISE, Family.REDUCTION) else None
+    row = TABLE.get(form.opcode)
+    into = _into(library, results[0]) if row and row.family in (Family.POINTWISE, Family.REDUCTION) else None
     if into is not None:
         return calling(calling_of(form, into), parts, first_param, device)
     call = flagged(calling(calling_of(form, library), parts, first_param, device), form, library, device)
 
     def kept(f: Frame) -> None:
-        t = call(f)
-        f.registers[out].copy_(t)
+        found = call(f)
+        for register, t in zip(outs, (found,) if isinstance(found, Tensor) else found, strict=True):
+            f.registers[register].copy_(t)
 
     return kept
 

@@ -352,16 +352,17 @@ class _Preparation:
 
     def _divided(self, form: Form, slots: tuple[int, ...], pieces: tuple[Piece, ...]) -> None:
         """Add one step per piece of an instruction. A run may stop between them."""
-        result = len(slots) - 1 if form.opcode in ("copy", "fill") else result_operands(form)[0]
+        results = (len(slots) - 1,) if form.opcode in ("copy", "fill") else result_operands(form)
         registers = {
             k: self._operand(s, required_view(o.view))
             for k, (s, o) in enumerate(zip(slots, form.operands, strict=True))
-            if k != result or o.role is not Role.OUT
+            if k not in results or o.role is not Role.OUT
         }
-        if result not in registers:
-            registers[result] = self._destination(slots[result], required_view(form.operands[result].view))
+        for k in results:
+            if k not in registers:
+                registers[k] = self._destination(slots[k], required_view(form.operands[k].view))
         parts = {k: self._slots.new_register(slots[k]) for k in registers}
-        call = part_of(form, result, parts, self._first_param, self._device)
+        call = part_of(form, results, parts, self._first_param, self._device)
         for k, piece in enumerate(pieces):
             self._piece = k
             self._step(on_part(call, registers, parts, piece))
