@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as attend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 FUSED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 aten = torch.ops.aten
@@ -286,3 +287,58 @@ def test_attention_under_function_transforms_equals_cpu(cuda, name, masked):
     expected = TRANSFORMS[name](attend, x)
     for _ in range(2):
         torch.testing.assert_close(TRANSFORMS[name](attend, x.to(cuda)).cpu(), expected)
+
+
+class Unchanged(TorchDispatchMode):
+    """A mode that changes nothing, as those of selective checkpoints and FLOP counters."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+CALLS = {
+    "plain": ((2, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 8), None, {}),
+    "causal": ((2, 4, 6, 8), (2, 4, 7, 8), (2, 4, 7, 8), None, {"is_causal": True}),
+    "narrow values": ((2, 4, 6, 24), (2, 4, 6, 24), (2, 4, 6, 16), None, {"is_causal": True}),
+    "shared heads": ((2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8), None, {"enable_gqa": True}),
+    "one batch for all": ((2, 4, 6, 8), (1, 4, 6, 8), (1, 4, 6, 8), None, {}),
+    "mask of rows": ((2, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 8), (6, 6), {}),
+    "mask of keys": ((2, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 8), (2, 1, 1, 6), {}),
+    "mask of heads": ((2, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 8), (4, 6, 6), {}),
+    "three dimensions": ((4, 6, 8), (4, 6, 8), (4, 6, 8), None, {}),
+    "no keys": ((2, 4, 6, 8), (2, 4, 0, 8), (2, 4, 0, 8), None, {}),
+}
+
+
+def _called(device, name, transposed=False):
+    *shapes, mask, options = CALLS[name]
+    g = torch.Generator().manual_seed(6)
+    tensors = [torch.rand(shape, generator=g) for shape in shapes]
+    if transposed:
+        tensors = [t.mT.contiguous().mT for t in tensors]
+    tensors = [t.to(device).requires_grad_() for t in tensors]
+    masks = {} if mask is None else {"attn_mask": torch.rand(mask, generator=g).to(device)}
+    return tensors, lambda q, k, v: attend(q, k, v, **masks, **options)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_attention_under_a_dispatch_mode_equals_cpu(cuda, name, transposed):
+    found = []
+    for device in ("cpu", cuda):
+        tensors, call = _called(device, name, transposed)
+        with Unchanged():
+            found.append(with_gradients(call(*tensors), tensors))
+    for here, there in zip(*found, strict=True):
+        assert torch.equal(here, there)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_compiled_attention_equals_cpu(cuda, name, dynamic):
+    found = []
+    for device in ("cpu", cuda):
+        tensors, call = _called(device, name)
+        run = call if device == "cpu" else torch.compile(call, dynamic=dynamic)
+        found.append(run(*tensors).detach().cpu())
+    assert torch.equal(*found)

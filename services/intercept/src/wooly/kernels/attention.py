@@ -258,6 +258,27 @@ def fused_choice(
     return choose(Question(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa))
 
 
+def _library_computes(q: Question) -> bool:
+    """Whether the CPU's fused kernel can compute a call, by PyTorch's rules. Sizes may be symbolic."""
+    query, key, value = q.tensors
+    if q.dropout or any(t.dim() != 4 for t in q.tensors):
+        return False
+    batch, heads, rows, width = query.shape
+    columns, of_keys = key.size(2), key.size(1)
+    shared = q.gqa and isinstance(of_keys, int) and of_keys > 0 and heads % of_keys == 0
+    fits = all(t.size(0) == batch and t.size(3) == width and t.size(1) == of_keys for t in (key, value))
+    if not fits or value.size(2) != columns or not (shared or heads == of_keys):
+        return False
+    if any(isinstance(n, int) and not n for n in (rows, columns)):  # a symbolic size is never 0
+        return False
+    if any(t.stride(3) != 1 and t.size(3) != 1 for t in q.tensors):
+        return False
+    if q.mask is None:
+        return True
+    whole = (batch, heads, rows, columns)[4 - q.mask.dim() :]
+    return q.mask.dim() in (2, 4) and all(n in (1, of) for n, of in zip(q.mask.shape, whole, strict=True))
+
+
 def _with_four_dimensions(t: Tensor) -> Tensor:
     return t[(None,) * (4 - t.dim())]
 
@@ -301,8 +322,11 @@ def attention(
     traced = is_traced(query) and not wraps
     choice = None if traced else _choices.get(signature)
     if traced:
-        # Shapes may be symbolic, so PyTorch's choice is not available. Choose a kernel that is always correct.
-        choice = _MATH if dropout_p or mask_needs or query.dim() != 4 else _FLASH
+        # Sizes may be symbolic, so PyTorch cannot be asked for its choice.
+        suits = not mask_needs and _library_computes(
+            Question(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        )
+        choice = _FLASH if suits else _MATH
     elif not as_library:
         _check(query, key, value, attn_mask, is_causal)
         choice = choose(Question(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa))
