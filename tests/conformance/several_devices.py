@@ -12,6 +12,7 @@ import opinfo
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from wooly import api, storage
 from wooly.link import MIRROR_ITEM_LIMIT
 from wooly_testkit.executor import executor_process
@@ -99,6 +100,16 @@ def test_cuda_without_index_is_current_device():
     finally:
         torch.cuda.set_device(0)
     assert at("cuda:1", y.cuda(1)) and at("cuda:0", y.cuda(0), y.cuda())
+
+
+def test_cuda_without_index_is_current_device_in_fake_tensors_and_compiled_functions():
+    # PyTorch caches fake results without the current device, so no other test makes tensors of these sizes.
+    compiled = torch.compile(lambda x: x + torch.arange(13, device="cuda") + torch.zeros(13, device="cuda"))
+    with torch.cuda.device(1):
+        with FakeTensorMode():
+            assert str(torch.ones(11, device="cuda").device) == "cuda:1"
+        found = compiled(torch.ones(13, device="cuda"))
+        assert at("cuda:1", found) and found.tolist() == list(range(1, 14))
 
 
 def test_current_device_is_per_thread():

@@ -892,13 +892,19 @@ def fake_device_patches(real: str, shown: str) -> Iterator[tuple[Any, str, Any]]
     """Yield the patches (owner, name, value) that move fake tensors from device type `shown` to `real` but report `shown`.
 
     Autograd needs a device guard for the device of a fake tensor. A PyTorch build without CUDA has no guard for "cuda".
+    A device without an index is the current device.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
     device: Any = FakeTensor.__dict__["device"]
 
     def to_real(d: torch.device) -> torch.device:
-        return torch.device(real, d.index or 0) if d.type == shown else d
+        if d.type != shown:
+            return d
+        index = d.index
+        if index is None:
+            index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+        return torch.device(real, index)
 
     def say(t: Any) -> torch.device:
         found: torch.device = device.fget(t)
