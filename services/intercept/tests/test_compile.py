@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.export.passes import move_to_device_pass
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from wooly import api
 from wooly.graphs import KINDS_KEPT, counters
 
@@ -279,6 +279,30 @@ def test_compile_equal_blocks_in_checkpoints_equal_eager(cuda):
             optimizer.zero_grad()
             losses.append(y.detach())
     assert all(torch.equal(a, b) for a, b in zip(losses[:4], losses[4:], strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # as above
+def test_compile_inside_a_selective_checkpoint_equals_eager(cuda):
+    """A compiled function among layers whose products are kept: the checkpoint computes its layers again once only."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(8, 8, bias=False).to(cuda), nn.Linear(8, 8, bias=False).to(cuda)
+    x = torch.linspace(-1, 1, 16, device=cuda).view(2, 8)
+
+    def policy(context, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    grads = []
+    for inner in (lambda y: y.tanh().sin() * y, torch.compile(lambda y: y.tanh().sin() * y)):
+        for _ in range(3):
+            y = checkpoint(
+                lambda x, inner=inner: last(inner(first(x))),
+                x,
+                use_reentrant=False,
+                context_fn=lambda: create_selective_checkpoint_contexts(policy),
+            )
+            grads.append(torch.autograd.grad(y.square().mean(), [*first.parameters(), *last.parameters()]))
+    for found in grads[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(grads[0], found, strict=True))
 
 
 def test_compile_with_saved_tensors_on_host_equals_eager(cuda):

@@ -27,8 +27,9 @@ class Training(Kind):
     """A kind of arguments for which gradients are needed.
 
     It has one forward program, and one backward program per set of results for which gradients arrive. Until a backward is
-    recorded, forwards run eagerly inside the autograd function and keep their autograd graph. So do forwards whose saved tensors
-    go to hooks of the script: a checkpoint compares the tensors of two forwards, and a program has others than its operators.
+    recorded, forwards run eagerly inside the autograd function and keep their autograd graph. Forwards whose saved tensors go to
+    hooks of the script run as if they were not compiled: a checkpoint compares the tensors of two forwards, and computes again
+    once per call of `backward`, of which there must be one only.
     """
 
     def __init__(self, recorder: Recorder, body: Body) -> None:
@@ -38,6 +39,9 @@ class Training(Kind):
         self.backward_programs: dict[tuple[bool, ...], Program] = {}
 
     def __call__(self, inputs: Sequence[Any], of: dict[int, int]) -> Any:
+        if has_saved_tensors_hooks():
+            counters.eager += 1
+            return self.body.function(*inputs)
         leaves = _Call.apply(self, *inputs)  # type: ignore[no-untyped-call]
         if self.spec is None:
             raise AssertionError("the first forward must have set the structure of the result")
@@ -48,8 +52,7 @@ class Training(Kind):
     def forward(self, ctx: Any, inputs: Sequence[Any]) -> tuple[Any, ...]:
         ctx.kind = self
         ctx.set_materialize_grads(False)
-        hooked = has_saved_tensors_hooks()
-        if self.forward_program is not None and self.backward_programs and not self.why and not hooked:
+        if self.forward_program is not None and self.backward_programs:
             return self._replay_forward(ctx, inputs)
         alone = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in inputs]
 
@@ -57,8 +60,8 @@ class Training(Kind):
             with torch.enable_grad():
                 return self.flat(self.body.function(*alone))
 
-        self.forwards += not hooked
-        if hooked or self.why or (self.forwards > _PATIENCE and self.forwards % _PATIENCE):
+        self.forwards += 1
+        if self.forwards > _PATIENCE and self.forwards % _PATIENCE:
             counters.eager += 1
             leaves, recorded = call(), None
         else:
