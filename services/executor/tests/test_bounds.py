@@ -229,6 +229,8 @@ def test_work_of_size_param_is_refused():
         (extern("aten.convolution.default", [dense(F, 32, 64, 224, 224), dense(F, 64, 64, 3, 3)],
                 [ref(0), ref(1), None, (1, 1), (1, 1), (1, 1), False, (0, 0), 1]), "a layer of VGG"),
         (extern("aten._linalg_eigh.default", [dense(F, 2000, 2000)], [ref(0)]), "eigenvectors"),
+        (extern("aten._fused_adamw_.default", [dense(F, 500_000_000)] * 4 + [dense(F)],
+                [*[(ref(k),) for k in range(4)], (), (ref(4),)]), "a step of an optimizer for 5e8 weights"),
         (extern("aten.embedding_dense_backward.default", [dense(F, 8192, 4096), View(DType.I64, (8192,), (1,))],
                 [ref(0), ref(1), 128_256, -1, False]), "the gradient of a large vocabulary"),
     ],

@@ -57,7 +57,7 @@ _PASSES = {
     1: """
         all amax amin aminmax any cat _stack channel_shuffle count_nonzero dot flip hash_tensor max mean min
         native_channel_shuffle nansum narrow_copy nonzero pixel_shuffle pixel_unshuffle roll sum trace vdot
-        _aminmax _fused_sdp_choice argmax argmin
+        _aminmax _fused_adagrad _fused_adam _fused_adamw _fused_sdp_choice _fused_sgd argmax argmin
         _foreach_max take put gather scatter scatter_add embedding_renorm
         lu_unpack adaptive_max_pool2d_backward adaptive_max_pool3d_backward
         max_pool2d_with_indices_backward max_pool3d_with_indices_backward fractional_max_pool2d_backward
@@ -75,8 +75,7 @@ _PASSES = {
     """,
     8: """
         _fake_quantize_learnable_per_channel_affine_backward _fake_quantize_learnable_per_tensor_affine_backward
-        _fused_moving_avg_obs_fq_helper
-        _batch_norm_with_update _fused_adagrad _fused_adam _fused_adamw _fused_sgd _logcumsumexp _native_batch_norm_legit
+        _fused_moving_avg_obs_fq_helper _batch_norm_with_update _logcumsumexp _native_batch_norm_legit
         _weight_norm_interface _weight_norm_interface_backward batch_norm_backward batch_norm_update_stats cross_entropy_loss
         multi_margin_loss multi_margin_loss_backward native_batch_norm native_batch_norm_backward native_group_norm
         native_group_norm_backward native_layer_norm native_layer_norm_backward rms_norm
