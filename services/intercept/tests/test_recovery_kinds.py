@@ -274,6 +274,16 @@ def test_a_session_that_hibernates_wakes_before_recovery_ends():
     assert session.read() == 1.0 and session.link.recovery is None
 
 
+def test_reads_after_recovery_ended_do_not_take_the_answer_to_a_read_before():
+    session = Session(Executor(1.0))
+    early = bytearray(4)
+    session.link.fetch(8, 0, memoryview(early), early)
+    session.link.stay("its checkpoints are stored too slowly")
+    session.channel.value = 2.0
+    assert session.read() == 2.0
+    assert struct.unpack("<f", early)[0] == 1.0
+
+
 def test_copies_pass_the_client_only_while_the_session_can_go_on_elsewhere():
     """The session ends with its executors as soon as one of its devices cannot go on."""
     first, second = Session(Executor(1.0)), Session(Executor(1.0))

@@ -249,7 +249,7 @@ class Link:
         frame = None
         if recovery is not None:
             frame = recovery.keep(kind, buffers, into, asks=asks) if kind in KEPT and not once else None
-            self._kept = frame
+        self._kept = frame
         try:
             sent = buffers if recovery is None else recovery.on_wire(kind, buffers)
             seq = self.connection.send(kind, *sent, into=into)
