@@ -112,6 +112,22 @@ def test_failed_renewal_is_retried_early(opened, monkeypatch):
     )
 
 
+def test_renewals_that_fail_while_the_session_is_closed_are_not_told(opened, caplog):
+    failed = []
+
+    def refuse():
+        failed.append(1)
+        raise ControlError("the executor says that the session is not open")
+
+    controller = Controller()
+    session, told = opened(controller), []
+    session.when_lost(told.append)
+    session.expect_end()
+    controller.answer = refuse
+    controller.wait_asked(3)
+    assert failed and not told and not caplog.records
+
+
 def test_loss_of_session_before_anybody_listens_is_told_to_the_listener(opened):
     def refuse():
         error = ControlError("gone")

@@ -466,6 +466,8 @@ def _close(why: str) -> None:
                 recorder.settle()
             if not why:  # other ranks may need the parts of this one, but they wait for it in vain after a failure
                 link.await_collectives()
+            if opened is not None and opened.controlled:
+                opened.expect_end()
             link.close(why)
             for each in [recorder, *[r for r in attached.device.devices.recorders if r.lock is recorder.lock]]:
                 if each.link is link:  # otherwise another thread has opened the next session

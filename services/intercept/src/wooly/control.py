@@ -305,6 +305,7 @@ class OpenedSession:
         self._request, self._queue_s = request, queue_s
         self.recovery: RecoveryMode = opened.recovery
         self._closing = threading.Event()
+        self._ends = False
         #: Set when nothing needs the session any more: after a loss, it does not wait for another executor.
         self._unneeded = threading.Event()
         #: Set while the lease may be renewed: not between the loss of the executor and the opening at another one.
@@ -381,6 +382,10 @@ class OpenedSession:
     def stop_recovering(self) -> None:
         """Let `recover` fail, now and later: the script has ended, and nothing waits for the results of its last work."""
         self._unneeded.set()
+
+    def expect_end(self) -> None:
+        """Say nothing of renewals that fail from now on: the connections to the session's executors close."""
+        self._ends = True
 
     def _open_again(self, request: OpenSessionRequest) -> OpenSessionReply:
         self._sleep_while_needed(0.0)
@@ -509,6 +514,8 @@ class OpenedSession:
             except ControlError as e:
                 if self._closing.is_set():
                     return ""
+                if self._ends:
+                    continue
                 if recoveries != self._recoveries or not self._hosted.is_set():
                     renewed = time.monotonic()
                     continue  # this answer is about an executor that the session has left
