@@ -55,11 +55,11 @@ _REDUCED = {"sum": "dims", "mean": "dims", "amax": "dims", "amin": "dims", "any"
 _ORDERLESS = frozenset(("amax", "amin", "any", "all", "argmax", "argmin"))
 #: Operators along one dimension whose result has the shape of their argument.
 _ALONG = frozenset(("softmax", "log_softmax", "softmax_backward", "log_softmax_backward"))
-#: Operators of attention on CPUs, which compute each head of each sequence independently. The value says which operand has one
-#: number per row: an argument, or (None) the second result.
+#: Operators of attention on CPUs, which compute each head of each sequence independently: the number of arguments that are
+#: tensors, of results, and which of both together has one number per row.
 _ATTENTION = {
-    "aten._scaled_dot_product_flash_attention_for_cpu.default": None,
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": 5,
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": (3, 2, 4),
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": (6, 3, 5),
 }
 
 
@@ -208,21 +208,22 @@ def _heads(form: Form, views: Sequence[View], slots: Sequence[int], parts: int) 
     """Split attention by sequences and heads. In half precision the library chooses its products by the number of heads, so only
     float32 is split.
     """
-    args, results, at = form.attr("args", ()), result_operands(form), _ATTENTION[str(form.attr("name"))]
-    assert isinstance(args, tuple)
-    inputs = [a.index for a in args if isinstance(a, OperandRef)]
-    of_rows = results[1] if at is None else args[at]
-    rows = of_rows.index if isinstance(of_rows, OperandRef) else of_rows
-    space = views[inputs[0]].sizes[:2]
-    fits = all(
-        len(views[k].sizes) == (3 if k == rows else 4) and views[k].sizes[:2] == space for k in (*inputs, *results)
-    )
-    if (
-        not fits
-        or form.attr("wanted") is not None
-        or any(v.dtype is not DType.F32 for v in map(views.__getitem__, inputs))
-    ):
+    given, results = form.attr("args", ()), result_operands(form)
+    count, count_of_results, of_rows = _ATTENTION[str(form.attr("name"))]
+    inputs = [a.index for a in given[:count] if isinstance(a, OperandRef)] if isinstance(given, tuple) else []
+    if len(inputs) != count or len(results) != count_of_results or form.attr("wanted") is not None:
         return None
+    rows = (*inputs, *results)[of_rows]
+    space = views[inputs[0]].sizes[:2]
+    for k, view in enumerate(views):
+        if view.dtype is not DType.F32:
+            return None
+        if k in inputs or k in results:
+            fits = len(view.sizes) == (3 if k == rows else 4) and view.sizes[:2] == space
+        else:  # the mask
+            fits = len(view.sizes) == 2 or (len(view.sizes) == 4 and all(map(_spans, view.sizes, space)))
+        if not fits:
+            return None
     if not all(_apart(views, slots, result) for result in results):
         return None
     pieces = []
@@ -231,3 +232,7 @@ def _heads(form: Form, views: Sequence[View], slots: Sequence[int], parts: int) 
         lengths = {d: length for d, _, length in box}
         pieces.append(Piece(tuple(cuts), math.prod([lengths.get(d, size) for d, size in enumerate(space)])))
     return tuple(pieces) if len(pieces) > 1 else None
+
+
+def _spans(size: int, whole: int) -> bool:
+    return size in (1, whole)
