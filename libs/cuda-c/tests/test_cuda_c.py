@@ -241,7 +241,7 @@ def launch():
     def run(text, entry, args, grid=ONE, block=ONE, **more):
         kinds = ["buffer" if isinstance(x, np.ndarray) else "i64" if isinstance(x, int) else "f64" for x in args]
         made = translate(text, entry, kinds, block, **more)
-        program = cl.Program(device.context, made.text).build(options=opencl.OPTIONS, cache_dir=False)
+        program = opencl.program_of(device, made.text)
         kernel, status = cl.Kernel(program, made.entry), np.zeros(8, np.int32)
         values = [opencl.wrap(device, status)]
         for x, kind in zip(args, kinds, strict=True):

@@ -28,7 +28,7 @@ def launch():
             if not together:
                 patch.setattr(translation, "FEW", 1 << 20)
             made = translate(text, "f", kinds, block, **more)
-        program = cl.Program(device.context, made.text).build(options=opencl.OPTIONS, cache_dir=False)
+        program = opencl.program_of(device, made.text)
         return made, cl.Kernel(program, made.entry)
 
     def run(text, args, grid, block, together, **more):

@@ -17,12 +17,16 @@ from wooly_wis.dtypes import DType
 from wooly_wis.kernel.ir import Kernel
 from wooly_wis.pocl import HOW_TO_GET, cpu_of
 
+from wooly_compiler.build.opencl_c import DECLARATIONS, WITHOUT_HEADER
 from wooly_compiler.errors import BuildError
 from wooly_compiler.render.dialects import OPENCL
 from wooly_compiler.render.printer import render_together
 from wooly_compiler.render.source import Form, Source
 
 _NUMPY = {DType.F64: np.float64, DType.F32: np.float32, DType.I64: np.int64, DType.BOOL: np.uint8, DType.I32: np.int32}
+
+#: Turns off pyopencl's cache of builds. `Any`, because the annotation of the parameter does not allow False.
+_NO_CACHE: Any = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ def default_device() -> OpenClDevice:
     if not devices:
         raise BuildError(f"no OpenCL platform has a device; install PoCL: {HOW_TO_GET}")
     cpu = [d for d in devices if d.type & cl.device_type.CPU]
-    pocl = [d for d in cpu if "portable" in d.platform.name.lower()]
+    pocl = [d for d in cpu if _is_pocl(d.platform.name)]
     device = (pocl or cpu or devices)[0]
     context = cl.Context([device])
     return OpenClDevice(
@@ -128,10 +132,37 @@ def build_together(
         return []
     sources = render_together(kernels, OPENCL, form)
     try:
-        program = cl.Program(device.context, sources[0].text).build(options=OPTIONS)
+        program = program_of(device, sources[0].text)
         return [BuiltKernel(device, k, s, cl.Kernel(program, s.name)) for k, s in zip(kernels, sources, strict=True)]
     except cl.Error as e:
         raise BuildError(f"OpenCL cannot build kernel {', '.join([k.name for k in kernels])}: {e}") from e
+
+
+def program_of(device: OpenClDevice, text: str) -> cl.Program:
+    """Build a text. PoCL reads its large header only if the text calls a function that `opencl_c` does not declare.
+
+    Raises:
+        pyopencl.Error: the compiler rejects the text.
+    """
+    if _is_pocl(device.platform):
+        try:
+            return program_with(device, DECLARATIONS + text, WITHOUT_HEADER)
+        except cl.Error:
+            pass  # if the text is wrong, the next build says so without these declarations
+    return program_with(device, text)
+
+
+def program_with(device: OpenClDevice, text: str, more: Sequence[str] = ()) -> cl.Program:
+    """Build a text as it is, with further options.
+
+    Raises:
+        pyopencl.Error: the compiler rejects the text.
+    """
+    return cl.Program(device.context, text).build(options=[*OPTIONS, *more], cache_dir=_NO_CACHE)
+
+
+def _is_pocl(platform: str) -> bool:
+    return "portable" in platform.lower()
 
 
 #: No fast mathematics: quotients and roots of f32 are rounded correctly, and subnormal numbers are kept.

@@ -31,8 +31,6 @@ if TYPE_CHECKING:  # this module needs OpenCL, which machines with GPUs may lack
 
 #: Maximum size of a kernel's largest array, in bytes, for which the kernel is launched here. The limit bounds the build's memory.
 LAUNCHED = 1 << 30
-#: Turns off pyopencl's cache of builds. `Any`, because the annotation of the parameter does not allow False.
-_NO_CACHE: Any = False
 
 
 def _opencl() -> Any:
@@ -97,7 +95,7 @@ def foreign(text: str, entry: str, parameters: Sequence[Parameter], block: tuple
 
     device = units()[FOREIGN_UNIT]
     try:
-        program = cl.Program(device.context, text).build(options=opencl.OPTIONS, cache_dir=_NO_CACHE)
+        program = opencl.program_of(device, text)
         kernel = cl.Kernel(program, entry)
         (chip,) = device.context.devices
         local = kernel.get_work_group_info(cl.kernel_work_group_info.LOCAL_MEM_SIZE, chip)
@@ -146,7 +144,7 @@ def code(kernel: Kernel, unit: int) -> tuple[str, int, int, bytes]:
     device = units()[unit]
     source = render(kernel, OPENCL, Form.LOOPS)
     try:
-        program = cl.Program(device.context, source.text).build(options=opencl.OPTIONS, cache_dir=_NO_CACHE)
+        program = opencl.program_of(device, source.text)
         built = opencl.BuiltKernel(device, kernel, source, cl.Kernel(program, source.name))
         largest = max([a.numel * a.dtype.itemsize for a in kernel.arrays], default=1)
         if largest <= LAUNCHED:

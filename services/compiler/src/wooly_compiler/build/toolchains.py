@@ -151,12 +151,12 @@ def _hiprtc(source: str, arch: str) -> bytes:
 
 def _opencl(source: str, arch: str) -> bytes:
     cl = _module("pyopencl")
-    from wooly_compiler.build.opencl import OPTIONS, default_device
+    from wooly_compiler.build.opencl import default_device, program_of
 
     device = default_device()
     default_signals()  # loading the platform installed other handlers
     try:
-        program = cl.Program(device.context, source).build(options=OPTIONS, cache_dir=False)
+        program = program_of(device, source)
     except cl.Error as e:
         raise BuildError(f"OpenCL rejects the source: {str(e)[:2000]}") from e
     return bytes(program.get_info(cl.program_info.BINARIES)[0])
