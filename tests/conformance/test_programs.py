@@ -28,15 +28,16 @@ def sweep(seeds, *options, native=True):
 
 @pytest.mark.connected
 def test_random_programs_equal_the_cpu():
-    differ, done = sweep("0:50")
-    assert not differ and done == 50, differ
+    """The programs between 20 and 100 are slow, as are those from 1000."""
+    differ, done = sweep("0:20")
+    assert not differ and done == 20, differ
 
 
 @pytest.mark.slow
 @pytest.mark.connected
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-@pytest.mark.parametrize("first", range(1000, 1400, 100))
+@pytest.mark.parametrize("first", [0, *range(1000, 1400, 100)])
 def test_many_random_programs_equal_the_cpu(native, first):
     """A hundred at a time: with a load of 14 on two cores, they take 160 seconds, and a process may take ten minutes."""
     differ, done = sweep(f"{first}:{first + 100}", *([] if native else ["--python"]), native=native)

@@ -32,7 +32,7 @@ def _of_floats() -> Iterable[str]:
 
 def _of_integers() -> Iterable[str]:
     for t in ("int", "uint", "long", "ulong"):
-        yield f"{t} W_OVERLOADED W_CONST mul_hi({t}, {t});"
+        yield from (f"{t} W_OVERLOADED W_CONST {name}({t}, {t});" for name in ("max", "min", "mul_hi"))
         prefix = "atom" if t in ("long", "ulong") else "atomic"
         for space in ("__global", "__local"):
             pointer = f"volatile {space} {t}*"
