@@ -11,6 +11,7 @@ import functools
 import multiprocessing.util
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import SemLock
 from types import CodeType, FrameType
@@ -70,6 +71,14 @@ def join_threads() -> None:
 def run_exit_functions() -> None:
     """Call the functions of `atexit`, the last one first, as Python does after a script. Their errors are printed."""
     atexit._run_exitfuncs()
+
+
+def skip_at_exit(function: Callable[..., object]) -> None:
+    """Do not call the finalizers (`weakref.finalize`) with this function at the end of the process."""
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        alive = finalizer.peek()
+        if alive is not None and alive[1] is function:
+            finalizer.atexit = False
 
 
 def end_children() -> None:

@@ -61,6 +61,8 @@ def raw_device(t: torch.Tensor) -> torch.device:
         return _device(t)
 
 
+#: The finalizer of each `torch.library.Library`: it removes the library's kernels from PyTorch's tables.
+remove_kernels: Callable[..., None] = torch.library._del_library
 #: `from_dlpack(capsule) -> Tensor`, without the device checks of the Python wrapper.
 from_dlpack: Callable[[object], torch.Tensor] = torch._C._from_dlpack
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-from wooly.python_private import join_threads, run_exit_functions
+from wooly.python_private import join_threads, run_exit_functions, skip_at_exit
 
 #: Prefixes of the file names of frames that are not part of the script: Wooly, and Python's own runners.
 _OWN = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "<frozen runpy>", "<frozen importlib")
@@ -85,6 +85,9 @@ def finish() -> None:
         join_threads()
     except BaseException as e:  # such as KeyboardInterrupt; Python prints it, too, and goes on
         print_error(e)
+    private = sys.modules.get("wooly.torch_private")
+    if private is not None:
+        skip_at_exit(private.remove_kernels)  # it would take 35 ms, and the process ends anyway
     run_exit_functions()
 
 
