@@ -107,7 +107,5 @@ def cuda() -> Iterator[str]:
     with executor_process(runtime="auto", threads=1, start=Forked) as running:
         api.attach(running.endpoints, running.session_id, running.token)
         api.install_facade()
-        # What PyTorch and the client have made stays. Many tests collect garbage, and would look through it each time.
-        gc.freeze()
         yield "cuda"
         api.disable()
