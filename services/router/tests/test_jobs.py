@@ -5,6 +5,7 @@ import contextlib
 import json
 
 import pytest
+from sqlalchemy import Engine, event
 from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.blobs import BlobStore
@@ -91,6 +92,31 @@ async def test_job_runs_and_ends_with_results(rig_on):
         task = await r.tasks.get("job-0001")
         assert task.state == "completed" and task.outputs[0]["digest"] == "0" * 64 and task.reason == "in no time"
         assert await story(r) == ["pending", "started", "completed"]
+
+
+@pytest.fixture
+def statements():
+    """The SQL statements since the fixture was made or the list was cleared."""
+    found = []
+
+    def note(connection, cursor, statement, *_):
+        found.append(statement)
+
+    event.listen(Engine, "before_cursor_execute", note)
+    yield found
+    event.remove(Engine, "before_cursor_execute", note)
+
+
+async def test_round_without_jobs_asks_the_database_once(rig_on, statements):
+    """Every router that leads does a round per second, also while no session is open."""
+    async with rig_on("a") as r:
+        await r.open()
+        statements.clear()
+        await r.jobs.round()
+        assert len([text for text in statements if text.startswith("SELECT")]) == 1
+        await r.jobs.on_submit_job(job(r))
+        await r.jobs.round()
+        assert await state(r) == "started" and len(r.executors[0].jobs) == 1
 
 
 @pytest.mark.on_both

@@ -310,7 +310,10 @@ class JobActor:
         self._changed.clear()
 
     async def round(self) -> None:
-        """Do all periodic work that is due."""
+        """Do all periodic work that is due. Without jobs, this asks the database once."""
+        if not await self._tasks.exist("pending", "started", kind="job"):
+            self._missing = {}
+            return
         await self.expire()
         await self.watch()
         await self.place()

@@ -507,6 +507,12 @@ class TaskStore:
         async with self.database.reading() as s:
             return [_record(r) for r in await s.scalars(query)]
 
+    async def exist(self, *states: str, kind: str) -> bool:
+        """Whether there are tasks of a kind in some states."""
+        query = select(TaskRow.id).where(*TaskFilter(states=states, kind=kind).conditions()).limit(1)
+        async with self.database.reading() as s:
+            return await s.scalar(query) is not None
+
     async def started_on(self, executor_id: str) -> list[TaskRecord]:
         """Return the tasks that run on one executor, oldest first."""
         conditions = TaskFilter(states=("started",), executor_id=executor_id).conditions()
