@@ -10,6 +10,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed: pip inst
 import triton.language as tl  # noqa: E402
 from triton.language.extra.cuda.libdevice import rsqrt as cuda_rsqrt  # noqa: E402
 from wooly.errors import RemoteOperationError  # noqa: E402
+from wooly_testkit.effort import sweep  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -677,9 +678,18 @@ def rows_kernel(x_ptr, out_ptr, at_ptr, M: tl.constexpr, N: tl.constexpr):
     tl.store(at_ptr + M + m, tl.argmin(x, axis=1))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, torch.int64, torch.int16])
-@pytest.mark.parametrize("n", [4, 8, 16, 128])
-def test_reductions_of_each_length_equal_torch(dtype, n):
+#: Lengths of rows, and dtypes. The quick suite runs each length, each dtype, and each number of bytes, which decides how a row is
+#: cut into vectors.
+ROWS = {
+    f"{n} of {dtype}": (n, dtype)
+    for n in (4, 8, 16, 128)
+    for dtype in (torch.float32, torch.float64, torch.int32, torch.int64, torch.int16)
+}
+
+
+@pytest.mark.parametrize("rows", sweep(ROWS, 16, lambda rows: (*ROWS[rows], ROWS[rows][0] * ROWS[rows][1].itemsize)))
+def test_reductions_of_each_length_equal_torch(rows):
+    n, dtype = ROWS[rows]
     x = torch.randint(-50, 50, (4, n)).to(dtype)
     out, at = torch.zeros(5, 4, dtype=dtype, device="cuda"), torch.zeros(2, 4, dtype=torch.int32, device="cuda")
     rows_kernel[(1,)](*on(x), out, at, M=4, N=n)
@@ -779,10 +789,17 @@ def dot_kernel(a_ptr, b_ptr, out_ptr, M: tl.constexpr, N: tl.constexpr, K: tl.co
     tl.store(out_ptr + m[:, None] * N + n[None, :], tl.dot(a, b, out_dtype=out_ptr.dtype.element_ty))
 
 
-@pytest.mark.parametrize("shape", [(16, 16, 16), (32, 64, 16), (16, 32, 128)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
-def test_products_of_each_shape_equal_torch(shape, dtype):
-    m, n, k = shape
+#: Shapes and dtypes of products. The quick suite runs each shape and each dtype.
+PRODUCTS = {
+    f"{shape} of {dtype}": (shape, dtype)
+    for shape in ((16, 16, 16), (32, 64, 16), (16, 32, 128))
+    for dtype in (torch.float32, torch.float64, torch.float16)
+}
+
+
+@pytest.mark.parametrize("product", sweep(PRODUCTS, 16, PRODUCTS.__getitem__))
+def test_products_of_each_shape_equal_torch(product):
+    (m, n, k), dtype = PRODUCTS[product]
     a, b = torch.randint(-3, 4, (m, k)).to(dtype), torch.randint(-3, 4, (k, n)).to(dtype)
     out = torch.zeros(m, n, dtype=dtype, device="cuda")
     dot_kernel[(1,)](*on(a, b), out, M=m, N=n, K=k)
