@@ -4,8 +4,6 @@ import inspect
 import json
 import os
 import re
-import subprocess
-import sys
 import types
 import warnings
 from pathlib import Path
@@ -16,6 +14,7 @@ import torch.cuda.comm
 import torch.cuda.profiler
 import torch.cuda.tunable
 from wooly.facade.cuda import capability_of
+from wooly_testkit import forks
 
 MODULES = {
     m.__name__: m
@@ -84,9 +83,9 @@ def parameters():
 
 def test_functions_have_the_parameter_names_of_pytorch(cuda):
     """People call them by name: `memory_allocated(device=0)`."""
-    code = "import json, test_names; print(json.dumps(test_names.parameters()))"
-    plain = os.environ | {"WOOLYAI_CAPTURE": "", "PYTHONPATH": str(Path(__file__).parent)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=plain)
+    # A fork has no device. As `cuda` has forked an executor, the process that forks has imported PyTorch.
+    plain = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    done = forks.run(Path(__file__).stem, env=plain, timeout=100)
     assert done.returncode == 0, done.stderr
     theirs, ours = json.loads(done.stdout.splitlines()[-1]), parameters()
     assert len(theirs) > 100 and "torch.cuda.memory_allocated" in ours
@@ -243,3 +242,7 @@ def test_property_that_no_executor_reports_says_where_it_is_shown(cuda):
     with pytest.raises(AttributeError, match="'_CudaDeviceProperties' object has no attribute 'clocks'"):
         found.clocks  # noqa: B018 - the access raises
     assert getattr(found, "memory_clock_rate", 5) == 5
+
+
+if __name__ == "__main__":
+    print(json.dumps(parameters()))
