@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import wooly
+from typer.main import get_command
 from typer.testing import CliRunner
 from wooly import cli as command_line
 from wooly.cli import smi
-from wooly.cli.commands import app, doctor
+from wooly.cli.commands import app, called, doctor
 from wooly_testkit.assembler import assemble
 from wooly_wis.assembly import disassemble
 from wooly_wis.codec import decode_program, encode_program
@@ -108,6 +109,17 @@ def test_version_is_printed_by_option_and_by_command():
     found = [cli.invoke(app, [word]).output for word in ("--version", "version")]
     assert found == [f"{wooly.__version__}\n"] * 2
     assert "Run PyTorch programs" in cli.invoke(app, ["--help"]).output
+
+
+def test_called_application_has_the_called_command_and_the_same_help():
+    whole = get_command(app)
+    assert {"run", "nodes", "version"} < set(whole.commands)
+    for name in whole.commands:
+        one = called([name, "--help"])
+        assert list(get_command(one).commands) == [name]
+        assert cli.invoke(one, [name, "--help"]).output == cli.invoke(app, [name, "--help"]).output
+    for other in ([], ["--help"], ["--version"], ["nothing"]):
+        assert called(other) is app
 
 
 def test_help_does_not_import_torch():
