@@ -38,6 +38,20 @@ def test_fork_gets_arguments_and_environment_and_reports_status(module, tmp_path
     assert process.returncode == 7 == process.wait()
 
 
+FINALIZERS = """
+import sys, weakref
+own = type("Own", (), {})()
+weakref.finalize(own, print, "own")
+found = [f for f in list(weakref.finalize._registry) if f.peek()[1].__module__ == "torch.library"]
+print("torch" in sys.modules, len(found) > 100, [f for f in found if f.atexit])
+"""
+
+
+def test_end_of_fork_finalizes_its_own_objects_but_not_those_of_its_parents_imports(module):
+    done = forks.run("forked_module", like="wooly_executor", timeout=60, **module(FINALIZERS))
+    assert (done.returncode, done.stdout) == (0, "True True []\nown\n"), done.stderr
+
+
 def test_fork_can_be_killed_and_terminated(module, tmp_path):
     options = module("import time; print('up', flush=True); time.sleep(60)")
     with Forked("forked_module", stdout=subprocess.PIPE, **options) as process:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-from wooly_local.python_private import finish
+from wooly_local.python_private import finish, leave_to_the_end
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -63,6 +63,7 @@ def preload(modules: Iterable[str]) -> None:
             importlib.import_module(name)
     gc.enable()
     gc.freeze()  # the garbage collector of a fork must not write to the shared memory pages
+    leave_to_the_end()
 
 
 class Forked:
@@ -223,6 +224,7 @@ def fork_lent(paper: Path) -> int:
         sys.path[0] = str(Path.cwd())  # as for `python -m`
         gc.enable()
         gc.freeze()  # as in `preload`
+        leave_to_the_end()  # what exists now is the client's
         masters = client, int(asked["supervisor"])
         _end_as_service(asked["module"], asked["env"], Path(asked["log"]), asked["name"], masters)
     _write_whole(paper.with_suffix(".pid"), str(pid))
