@@ -138,8 +138,8 @@ def build_together(
         raise BuildError(f"OpenCL cannot build kernel {', '.join([k.name for k in kernels])}: {e}") from e
 
 
-def program_of(device: OpenClDevice, text: str) -> cl.Program:
-    """Build a text. PoCL reads its large header only if the text calls a function that `opencl_c` does not declare.
+def program_of(device: OpenClDevice, text: str) -> Any:
+    """Build a text to a program. PoCL reads its large header only if the text calls a function that `opencl_c` does not declare.
 
     Raises:
         pyopencl.Error: the compiler rejects the text.
@@ -152,8 +152,8 @@ def program_of(device: OpenClDevice, text: str) -> cl.Program:
     return program_with(device, text)
 
 
-def program_with(device: OpenClDevice, text: str, more: Sequence[str] = ()) -> cl.Program:
-    """Build a text as it is, with further options.
+def program_with(device: OpenClDevice, text: str, more: Sequence[str] = ()) -> Any:
+    """Build a text as it is to a program, with further options.
 
     Raises:
         pyopencl.Error: the compiler rejects the text.
