@@ -7,7 +7,7 @@ import pytest
 
 from tests.distributions.distributions import ALL, VERSION
 from tests.distributions.environments import build_wheels, clean_variables, install, make_environment
-from tests.distributions.test_requirements import extra_of
+from tests.distributions.test_requirements import HOSTS, extra_of
 
 #: Timeout in seconds. An environment and a stack in it take half a minute, and several minutes on a busy machine.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -24,13 +24,34 @@ def test_wheels_exist_for_all_distributions(wheels):
     assert {w.name for w in wheels.values()} == {f"{n.replace('-', '_')}-{VERSION}-py3-none-any.whl" for n in ALL}
 
 
+def of_host(distribution):
+    """The modules that only a host of the distribution can load, because they import it, or modules that do."""
+    hosts = {host for name, host in HOSTS if name == distribution.name}
+    imports = [(i.importer.removesuffix(".__init__"), i) for i in distribution.imports if i.always]
+    found, known = set(), None
+    while found != known:
+        known = set(found)
+        found |= {module for module, i in imports if i.package in hosts or i.module in found}
+    return found
+
+
 def modules(distribution):
-    """The modules that an import loads, without modules of extras and scripts (`__main__`, migrations)."""
+    """The modules that an import loads, without scripts (`__main__`, migrations) and modules of extras and hosts."""
     source = distribution.folder / "src"
     found = [
         ".".join(p.relative_to(source).with_suffix("").parts).removesuffix(".__init__") for p in distribution.sources()
     ]
-    return [m for m in found if extra_of(m) is None and "__main__" not in m and ".migrations." not in m]
+    without = of_host(distribution)
+    return [
+        m for m in found if m not in without and extra_of(m) is None and "__main__" not in m and ".migrations." not in m
+    ]
+
+
+def test_modules_of_vllm_are_those_that_import_no_vllm():
+    found = modules(ALL["wooly-vllm"])
+    assert "wooly_vllm" in found and "wooly_vllm.platform" not in found
+    # `wooly` adapts bitsandbytes when a script imports it, so all its modules load without it.
+    assert not of_host(ALL["wooly"])
 
 
 @pytest.mark.parametrize("name", ALL)
