@@ -1,6 +1,7 @@
 """Tests of the device loop with the dispatch core: order of sessions, interruption of programs, completeness of the journal."""
 
 import itertools
+import sys
 import threading
 import time
 
@@ -422,9 +423,9 @@ def estimate(adds, *form_ns, n=10):
 
 
 def test_estimate_close_edges_are_merged_and_a_long_instruction_stays_alone(adds):
-    assert estimate(adds, 20_000).cut == ((2, 4, 6, 8, 10), (40_000,) * 5)
-    assert estimate(adds, 70_000, n=3).cut == ((1, 2, 3), (70_000,) * 3)
-    assert estimate(adds, 0).cut == ((10,), (1000,))
+    assert estimate(adds, 20_000).cut[:2] == ((2, 4, 6, 8, 10), (40_000,) * 5)
+    assert estimate(adds, 70_000, n=3).cut[:2] == ((1, 2, 3), (70_000,) * 3)
+    assert estimate(adds, 0).cut[:2] == ((10,), (1000,))
     assert len(estimate(adds, 60_000, n=3000).cut.edges) <= estimates.EDGES + 1
 
 
@@ -457,10 +458,10 @@ def test_estimate_edges_follow_the_device_and_not_a_slow_host(adds):
     rates = Rates(1, 1, launch_ns=30_000, edge_ns=100_000, segment_ns=100_000, own_ns=3_000)
     found = Estimate(adds(20).program, [30_000], rates=rates)
     # 20 instructions of 3 us on the device: one part, although the host needs 600 us for them
-    assert found.cut == ((20,), (600_000,))
+    assert found.cut[:2] == ((20,), (600_000,))
     for _ in range(estimates.SETTLED):
         found.observe(found.cut, 0, [900_000], [True])
-    assert found.cut == ((20,), (900_000,))
+    assert found.cut[:2] == ((20,), (900_000,))
     slow = Estimate(adds(20).program, [30_000], rates=rates)
     assert slow.observe(slow.cut, 0, [900_000], [False])  # the device itself needs 45 us for each
     assert slow.cut.edges == tuple(range(2, 21, 2))
@@ -484,6 +485,15 @@ def test_turns_last_at_most_the_limit_or_one_kernel(kernels, ends, longest):
     assert found[-1] == last and list(begins) == sorted(set(begins))
     for begin, end in zip(begins, found, strict=False):
         assert end - begin == 1 or sum(kernels[begin:end]) <= longest
+
+
+def test_turns_are_kept_with_their_estimate_alone_and_few_of_them(adds):
+    cut = estimate(adds, 20_000).cut
+    holders = sys.getrefcount(cut.kernels)
+    for longest in range(1_000, 200_000, 1_000):
+        assert cut.turns(0, 5, longest) == cut.ends[0, 5, longest] == turns(cut.kernels, 0, 5, longest)
+    left = sys.getrefcount(cut.kernels)
+    assert len(cut.ends) <= estimates.ENDS_KEPT and left == holders
 
 
 def test_turns_small_changes_of_estimates_move_no_turn():

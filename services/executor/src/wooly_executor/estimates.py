@@ -6,7 +6,6 @@ programs of one family that should take about the same time: see `Estimates`.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -34,6 +33,8 @@ LONGEST_NS = 50_000_000
 ALIKE = 8
 #: Difference of two times of an instruction, in ns, that is small beside the distance of two edges.
 NEAR_NS = 5_000
+#: Maximum number of results of `turns` that are kept for one estimate: few places at which a run goes on, and few limits.
+ENDS_KEPT = 8
 _WHOLE: Mapping[int, int] = MappingProxyType({})
 #: Rates of a device of which nothing is known.
 DEFAULT_RATES = Rates(1, 1, 1)
@@ -43,10 +44,20 @@ class Cut(NamedTuple):
     """The kernels of a program: `edges` has the position before which each kernel ends, `kernels` its estimated ns.
 
     While the estimates do not change, this stays the same object, because the dispatch core checks the same object only once.
+    `ends` has results of `turns`, by its numbers. They are kept here, not in a cache of their own: on a busy machine, measured
+    times vary, so estimates change for as long as a program runs, and results for earlier estimates are of no use.
     """
 
     edges: tuple[int, ...]
     kernels: tuple[int, ...]
+    ends: dict[tuple[int, int, int], tuple[int, ...]]
+
+    def turns(self, first: int, last: int, longest: int) -> tuple[int, ...]:
+        """Compute `turns` of these kernels, and keep the result in `ends`."""
+        if len(self.ends) == ENDS_KEPT:
+            self.ends.clear()
+        found = self.ends[first, last, longest] = turns(self.kernels, first, last, longest)
+        return found
 
 
 def instruction_ns(form: Form, rates: Rates) -> int:
@@ -160,7 +171,7 @@ class Estimate:
                 if 8 * abs(measured - kernels[k]) > kernels[k]:
                     kernels[k] = measured
         if tuple(kernels) != self.cut.kernels:
-            self.cut = Cut(self.cut.edges, tuple(kernels))
+            self.cut = Cut(self.cut.edges, tuple(kernels), {})
 
     def _cut(self, longest: int) -> Cut:
         """Combine consecutive positions into kernels of at most `longest` ns. A longer position becomes a kernel of its own."""
@@ -181,7 +192,7 @@ class Estimate:
         edges.append(len(self._positions))
         kernels.append(max(expected, LEAST_NS))
         self._samples, self._hosted = [[] for _ in edges], [0] * len(edges)
-        return Cut(tuple(edges), tuple(kernels))
+        return Cut(tuple(edges), tuple(kernels), {})
 
 
 class Estimates:
@@ -234,7 +245,6 @@ def _scale(positions: list[int], begin: int, end: int, measured: int, *, least: 
         positions[begin:end] = [ns * measured // whole for ns in within]
 
 
-@functools.lru_cache(maxsize=4096)
 def turns(kernels: tuple[int, ...], first: int, last: int, longest: int) -> tuple[int, ...]:
     """Kernels before which to poll for new frames while kernels `first` to `last` - 1 run. The last value is `last`.
 
@@ -261,5 +271,5 @@ def turns(kernels: tuple[int, ...], first: int, last: int, longest: int) -> tupl
     return tuple(found)
 
 
-UNKNOWN = Cut((1 << 62,), (LEAST_NS,))
+UNKNOWN = Cut((1 << 62,), (LEAST_NS,), {})
 """The cut of a frame that will be refused when its turn comes."""

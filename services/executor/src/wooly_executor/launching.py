@@ -20,7 +20,7 @@ from wooly_executor.collector import Collector
 from wooly_executor.decoding import Decoders, Decoding
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.errors import ContextLostError
-from wooly_executor.estimates import Cut, turns
+from wooly_executor.estimates import Cut
 from wooly_executor.flow import Signal, note
 from wooly_executor.frames import Frame
 from wooly_executor.intake import Intake
@@ -266,7 +266,7 @@ class Launcher:
             return execution.advance(cut.edges[first:last], min(patience, AHEAD_NS))
         times: list[int] = []
         begin, looked, ahead = first, intake.polled_ns, min(patience, AHEAD_NS)
-        for end in turns(cut.kernels, first, last, patience):
+        for end in cut.ends.get((first, last, patience)) or cut.turns(first, last, patience):
             times += execution.advance(cut.edges[begin:end], ahead)
             begin = end
             if begin < last and (now := time.perf_counter_ns()) - looked > patience:
