@@ -1047,12 +1047,16 @@ class Maker:
         if self._depth:
             return None
         between = self.rng.choice(("pass", "pass", "{0}.copy_(R({1} + k, *{0}.shape))", "{0}.add_(1)", "{0}[:1] = k"))
-        # What needs a gradient does not change: the graph's views of it would be older than the change, and the CPU's newer.
+        # What needs a gradient does not change, nor does its detached alias: the graph's views of it would be older than the
+        # change, and the CPU's newer.
+        needed = self.names("t", lambda t: t.requires_grad)
+        places = {self.get(n).untyped_storage().data_ptr() for n in needed if self.get(n).layout is torch.strided}
         name = self.pick(
             lambda t: (
                 t.dtype is torch.float32
                 and t.dim() > 0
                 and not t.requires_grad
+                and t.untyped_storage().data_ptr() not in places
                 and not shares_elements(t)
                 and 0 not in t.stride()
             )
@@ -1129,4 +1133,5 @@ NOT_CAPTURED = (
         "resize",
     ),
     *("repeat_interleave", "copy_("),
+    "alpha=t",  # a number that PyTorch reads from the device
 )
