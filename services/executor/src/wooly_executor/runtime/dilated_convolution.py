@@ -1,7 +1,8 @@
 """Gradients of dilated convolutions in bfloat16 on a CPU: the library's gradient of the weight is wrong for channels-last memory.
 
 oneDNN then returns numbers that depend on memory which the operator never wrote, often NaN, with any number of threads. The
-gradients of the input and of the bias are right, and so is the gradient of the weight if both tensors are contiguous.
+gradients of the input and of the bias are right, and so is the gradient of the weight if no tensor is channels-last: PyTorch then
+makes contiguous copies.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from wooly_wis.program import Form
 
 from wooly_executor.runtime.calls import LibraryCall, function_of
+from wooly_executor.runtime.torch_private import suggested_format
 
 
 def dilated_convolution(call: LibraryCall, form: Form) -> Callable[..., Any] | None:
@@ -37,8 +39,8 @@ def dilated_convolution(call: LibraryCall, form: Form) -> Callable[..., Any] | N
     ) -> tuple[Tensor | None, ...]:
         how = (bias_sizes, stride, padding, dilation, transposed, output_padding, groups)
         of_input, of_weight, of_bias = output_mask
-        laid_out = input.is_contiguous() and weight.is_contiguous()
-        if not of_weight or input.dtype != torch.bfloat16 or laid_out or all(d == 1 for d in dilation):
+        right = not of_weight or input.dtype != torch.bfloat16 or all(d == 1 for d in dilation)
+        if right or not (_is_channels_last(input) or _is_channels_last(weight)):
             found: tuple[Tensor | None, ...] = function(grad_output, input, weight, *how, output_mask)
             return found
         _, exact, _ = function(grad_output.float(), input.float(), weight.float(), *how, [False, True, False])
@@ -48,3 +50,8 @@ def dilated_convolution(call: LibraryCall, form: Form) -> Callable[..., Any] | N
         return others[0], exact.to(torch.bfloat16), others[2]
 
     return backward
+
+
+def _is_channels_last(t: Tensor) -> bool:
+    # PyTorch computes convolutions of one dimension as those of two.
+    return suggested_format(t.unsqueeze(2) if t.dim() == 3 else t) is not torch.contiguous_format

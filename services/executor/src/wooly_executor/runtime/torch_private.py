@@ -11,12 +11,16 @@ from typing import Any, NamedTuple
 import torch
 import torch._ops
 from torch._C._dynamo.guards import _reinterpret_tensor  # type: ignore[attr-defined] # its stub is not complete
+from torch._prims_common import suggest_memory_format
 
 #: One overload of an operator.
 OpOverload = torch._ops.OpOverload
 
 #: `reinterpret(t, sizes, strides, offset_increment)`: a new tensor on the storage of `t`, same dtype (0.6 us).
 reinterpret: Callable[..., torch.Tensor] = _reinterpret_tensor
+
+#: The memory format that ATen's kernels derive from the strides of a tensor.
+suggested_format: Callable[[torch.Tensor], torch.memory_format] = suggest_memory_format
 
 #: Returns a view that reads as the negative of a tensor.
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
