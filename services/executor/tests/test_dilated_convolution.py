@@ -39,16 +39,14 @@ def test_gradients_of_dilated_convolution_are_those_of_float32_in_each_layout(wi
         assert alone[0] is None and alone[2] is None and torch.equal(alone[1], found[1])
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("dims", [1, 2, 3])
-def test_gradients_of_tensors_with_gaps_have_the_librarys_bits(wis, two_threads, dims, transposed):
+def test_gradients_of_tensors_with_gaps_have_the_librarys_bits(wis, two_threads):
     backward, chance = backward_of(wis), torch.Generator().manual_seed(1)
-    x = torch.randn(2, 6, *[13] * dims, 2, generator=chance).bfloat16()[..., 0]
-    w = torch.randn(6, 6, *[3] * dims, 2, generator=chance).bfloat16()[..., 0]
-    how = ([1] * dims, [2] * dims, [2] * dims, transposed, [0] * dims, 1)
+    x = torch.randn(2, 2, 4, 4, 4, 2, generator=chance).bfloat16()[..., 0]
+    w = torch.randn(2, 2, 4, 5, 6, 2, generator=chance).bfloat16()[..., 0]
+    how = ([3, 2, 1], [1, 2, 3], [4, 4, 4], True, [2, 3, 1], 2)
     d = torch.randn(torch.ops.aten.convolution.default(x, w, None, *how).shape, generator=chance).bfloat16()
-    good = BACKWARD(d, x, w, [6], *how, [True, True, True])
-    for one, other in zip(backward(d, x, w, [6], *how, [True, True, True]), good, strict=True):
+    good = BACKWARD(d, x, w, [4], *how, [True, True, True])
+    for one, other in zip(backward(d, x, w, [4], *how, [True, True, True]), good, strict=True):
         assert torch.equal(one, other)
 
 
