@@ -53,7 +53,7 @@ run: setup ## train a network on the digits data set, its "cuda" work executed b
 	$(BIN)/wooly run examples/train_digits.py
 
 .PHONY: test
-test: setup ## the tests (about six minutes on two cores)
+test: setup ## the tests (six to eight minutes on two cores)
 	$(PYTEST) -m "not slow and not gpu and not docker"
 
 .PHONY: test-all
