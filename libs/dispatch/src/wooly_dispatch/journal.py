@@ -71,7 +71,7 @@ class _Form:
 
     Attributes:
         kind: the type.
-        template: the text, with a placeholder for each field.
+        template: the text, with `%s` for each field.
         get: returns a value's fields.
         packed: index of each field that is not an integer, with the function that returns its text.
         wanted: the type that JSON gives for each field; `list` for fields in `nested`.

@@ -45,9 +45,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """After the first test of a file: what it has imported and cached stays, so the collector need not look through it either.
+    """After the first test of each file, hide all objects that exist then from the garbage collector.
 
-    Many tests collect garbage, and PyTorch's modules alone take 0.3 s each time.
+    They are mostly modules that the file imports, and live until the process ends. Many tests collect garbage, and looking
+    through PyTorch's modules alone takes 0.3 s each time.
     """
     global _file
     ran = yield
