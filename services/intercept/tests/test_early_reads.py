@@ -1,11 +1,12 @@
 """Values that a loop reads are read as soon as they are computed."""
 
+import copy
 from array import array
 
 import pytest
 import torch
 from wooly import device
-from wooly.early_reads import EarlyRead, EarlyReads
+from wooly.early_reads import EarlyRead, EarlyReads, EarlyValue
 
 #: (positions that are written, number of slots) of the forms of the tests.
 WRITES = {1: ((1,), 2), 2: ((0,), 1), 3: ((), 1)}
@@ -38,13 +39,17 @@ def turns(reads, count, *programs, buffer=lambda turn: 20):
     return found
 
 
+def values_of(prediction):
+    return [(value.slot, value.view, value.nbytes) for value in prediction.values]
+
+
 def test_value_that_is_read_twice_is_predicted_behind_its_last_writer():
     reads = EarlyReads(parsed, lambda words, slot: 4)
     program = words_of((2, 1), LOSS, STEP), lambda turn: [10, 20 + turn, 30, 40]
     found = turns(reads, 4, program, buffer=lambda turn: 20 + turn)
     assert found[:2] == [None, None] and found[2] is found[3]
-    assert (found[2].words, found[2].count, found[2].slot) == (words_of((2, 1), LOSS), 2, 1)
-    assert (found[2].view, found[2].nbytes) == ("view", 4)
+    assert (found[2].words, found[2].count) == (words_of((2, 1), LOSS), 2)
+    assert values_of(found[2]) == [(1, "view", 4)]
     assert reads.used("line") is found[2] and reads.used("another line") is None
 
 
@@ -53,7 +58,7 @@ def test_value_of_an_earlier_program_is_predicted_at_its_end():
     first = words_of((2, 1), LOSS)
     programs = (first, lambda turn: [10, 20]), (words_of((1, 0, 1), (1, 2, 3)), lambda turn: [20, 30, 40, 50])
     found = turns(reads, 4, *programs)[-1]
-    assert (found.words, found.count, found.slot) == (first, 2, 1)
+    assert (found.words, found.count, values_of(found)) == (first, 2, [(1, "view", 4)])
     assert reads.sent(first, [10, 20]) is None  # the second program of a turn has no prediction
 
 
@@ -65,6 +70,22 @@ def test_prediction_stays_after_a_program_that_the_timer_has_cut():
     assert known is not None and turns(reads, 1, *cut) == [known]
 
 
+def test_values_of_one_program_are_predicted_together_behind_the_last_of_them():
+    """Also if the first turn of a loop begins at another place, and if the later value is read first."""
+    reads = EarlyReads(parsed, lambda words, slot: 4)
+    early, late = (1, 0, 2), (1, 2, 3)
+    whole, copy = words_of((2, 1), early, late, (1, 3, 4)), words_of((1, 0, 1))
+    for _ in range(4):
+        reads.sent(whole, [10, 20, 30, 40, 50])
+        reads.read(40, "late", 4, 4, "first line")
+        reads.sent(copy, [30, 60])
+        found = reads.read(30, "early", 8, 4, "second line")
+    assert (found.words, found.count) == (words_of((2, 1), early, late), 3)
+    assert sorted(values_of(found)) == [(2, "early", 8), (3, "late", 4)]
+    reads.forget(next(value for value in found.values if value.view == "late"))
+    assert values_of(reads.used("second line")) == [(2, "early", 8)]
+
+
 @pytest.mark.parametrize("behind", [(), ((3, 0),)])
 def test_value_of_the_last_writer_is_not_predicted(behind):
     program = words_of(STEP, LOSS, *behind), lambda turn: [10, 20, 30, 40]
@@ -73,7 +94,9 @@ def test_value_of_the_last_writer_is_not_predicted(behind):
 
 def test_prediction_lasts_if_most_values_are_used_and_ends_otherwise():
     good, bad = (
-        turns(EarlyReads(parsed, lambda words, slot: 4), 3, (words_of(LOSS, STEP), lambda turn: [10, 20, 30, 40]))[-1]
+        turns(EarlyReads(parsed, lambda words, slot: 4), 3, (words_of(LOSS, STEP), lambda turn: [10, 20, 30, 40]))[
+            -1
+        ].values[0]
         for _ in range(2)
     )
     for turn in range(40):
@@ -91,7 +114,7 @@ def test_prediction_lasts_if_most_values_are_used_and_ends_otherwise():
 def test_prediction_that_failed_is_not_made_again():
     reads = EarlyReads(parsed, lambda words, slot: 4)
     program = words_of(LOSS, STEP), lambda turn: [10, 20, 30, 40]
-    reads.forget(turns(reads, 4, program)[-1])
+    reads.forget(turns(reads, 4, program)[-1].values[0])
     assert turns(reads, 20, program) == [None] * 20
 
 
@@ -254,7 +277,7 @@ def test_prediction_does_not_shorten_the_program_behind_a_replay(cuda):
     double(x), double(x)
     torch.cuda.synchronize()
     with recorder.lock:  # the timer sends nothing
-        recorder._early = EarlyRead(b"", 1, 0, "view", 4)
+        recorder._early = EarlyRead(b"", 1, (EarlyValue(0, "view", 4),))
         recorder._set_open_limit(recorder.limit)
         double(x)
         programs = recorder.programs
@@ -262,3 +285,29 @@ def test_prediction_does_not_shorten_the_program_behind_a_replay(cuda):
         x += 1
         assert recorder.programs == programs
     assert x.tolist() == [2, 3, 4, 5]
+
+
+def test_step_of_an_actor_waits_for_its_action_alone(cuda, frames):
+    """The value and the logarithm, which the script copies later, come early; copies of them are computed here."""
+    torch.manual_seed(0)
+    policy, critic = torch.nn.Linear(4, 3), torch.nn.Linear(4, 1)
+    on_device = [copy.deepcopy(module).to(cuda) for module in (policy, critic)]
+    rng, waits = torch.Generator().manual_seed(1), []
+    link = device.current().devices.recorders[0].link
+    for _ in range(24):
+        observation = torch.randn(1, 4, generator=rng)
+        frames.clear()
+        found = []
+        for where, (act, judge) in (("cpu", (policy, critic)), (cuda, on_device)):
+            before = link.syncs, frames.count("RUN")
+            with torch.no_grad():
+                x = observation.to(where)
+                value, scores = judge(x), act(x).log_softmax(1)
+                action = scores.argmax(1)
+                logarithm = scores.gather(1, action[:, None])
+                found.append([action.cpu(), value.clone().cpu(), logarithm.clone().cpu()])
+            if where == cuda:
+                waits.append((link.syncs - before[0], frames.count("RUN") - before[1]))
+        assert all(map(torch.equal, *found)), found
+    assert frames.count("READ") == 3
+    assert {runs for _, runs in waits[-8:]} == {2}, waits

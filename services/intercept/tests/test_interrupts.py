@@ -347,20 +347,20 @@ def test_exception_while_send_waits_for_room_keeps_recorded_operations(cuda, ala
 def test_recorded_operations_outlive_a_read_without_room_on_the_stack(cuda, monkeypatch, place):
     """The stack ends before the program is sent: no recorded operation is lost or done twice, and no buffer id is used twice."""
     owner, name = {"define": (Recorder, "_define"), "send": (ChannelClient, "_write")}[place]
-    x, sums = torch.zeros(4, device=cuda), []
+    x, sums, sizes = torch.zeros(4, device=cuda), [], range(1, 6) if place == "define" else range(11, 16)
 
     def no_room(*args):
         raise RecursionError("maximum recursion depth exceeded")
 
-    for n in range(1, 6):
+    for n in sizes:
         x.add_(1)
-        sums.append(torch.ones(n, device=cuda).sum())  # another program each time
+        sums.append(torch.ones(n, device=cuda).sum())  # another program each time, so that no value is read early
         with monkeypatch.context() as patch, pytest.raises(RecursionError):
             patch.setattr(owner, name, no_room)
             sums[-1].item()
         if n % 2:
             assert sums[-1].item() == n
-    assert x.tolist() == [5] * 4 and [s.item() for s in sums] == [1, 2, 3, 4, 5]
+    assert x.tolist() == [5] * 4 and [s.item() for s in sums] == list(sizes)
 
 
 def test_exception_while_a_checkpoint_is_awaited_keeps_recorded_operations(cuda, monkeypatch):

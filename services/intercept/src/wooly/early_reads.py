@@ -12,13 +12,16 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 #: Maximum size, in bytes, of a value that is read early: losses and counts are small.
 MAX_EARLY_BYTES = 4096
 #: Number of sent programs in which the reader of a value is looked for.
-_RECENT = 4
-#: Credit of a new prediction, and maximum credit. A used value adds 1, an unused one takes `_UNUSED_COSTS`, and a prediction
+_RECENT = 8
+#: Maximum number of values of one prediction.
+_MOST_VALUES = 8
+#: Credit of a value, and maximum credit. A used value adds 1, an unused one takes `_UNUSED_COSTS`, and a value
 #: without credit is dropped. So a prediction outlasts the end of a loop, but not a script that uses every other value.
 _FIRST_CREDIT, _MOST_CREDIT, _UNUSED_COSTS = 3, 8, 2
 #: Size of a word of a program, in bytes.
@@ -27,21 +30,19 @@ WORD_BYTES = array("I").itemsize
 _REMEMBERED = 256
 
 
-class EarlyRead:
-    """A prediction: when the open program has these words, a value is complete that will be read.
+class EarlyValue:
+    """A value that will probably be read.
 
     Attributes:
-        words: the words of the open program, as bytes.
-        count: its number of instructions.
-        slot: slot of the value's buffer.
+        slot: slot of the value's buffer in the open program.
         view: what is read of the buffer; the caller knows the meaning.
         nbytes: size of the value.
     """
 
-    __slots__ = ("_credit", "_used", "count", "nbytes", "slot", "view", "words")
+    __slots__ = ("_credit", "_used", "nbytes", "slot", "view")
 
-    def __init__(self, words: bytes, count: int, slot: int, view: Hashable, nbytes: int) -> None:
-        self.words, self.count, self.slot, self.view, self.nbytes = words, count, slot, view, nbytes
+    def __init__(self, slot: int, view: Hashable, nbytes: int) -> None:
+        self.slot, self.view, self.nbytes = slot, view, nbytes
         self._used, self._credit = True, _FIRST_CREDIT
 
     def begin(self) -> bool:
@@ -56,6 +57,21 @@ class EarlyRead:
     def use(self) -> None:
         """Note that the script uses the value that was read early."""
         self._used, self._credit = True, min(self._credit + 1, _MOST_CREDIT)
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyRead:
+    """A prediction: when the open program has these words, values are complete that will be read.
+
+    Attributes:
+        words: the words of the open program, as bytes.
+        count: its number of instructions.
+        values: the values, one of a buffer.
+    """
+
+    words: bytes
+    count: int
+    values: tuple[EarlyValue, ...]
 
 
 #: A place in the script's work: where it last read a value, and the number of programs that were sent since.
@@ -139,13 +155,11 @@ class EarlyReads:
             times = self._seen.get(place, 0) + 1
             self._limit(self._seen)
             self._seen[place] = times
-            if times >= 2 and not times & (
-                times - 1
-            ):  # a prediction that never fits is made anew, but ever more rarely
-                self._learn(buffer, view, nbytes, end)
+            if times == 3 or (times >= 2 and not times & (times - 1)):  # what fails often is looked at ever more rarely
+                self._learn(buffer, view, nbytes, end, times)
         return self.used(where)
 
-    def _learn(self, buffer: int, view: Hashable, nbytes: int, end: int) -> None:
+    def _learn(self, buffer: int, view: Hashable, nbytes: int, end: int, times: int) -> None:
         for program in reversed(self._recent):
             if buffer not in program.bind:
                 continue
@@ -153,12 +167,27 @@ class EarlyReads:
             words, count, worked = self._writer(program, slot)
             if not count:
                 continue
-            if self._extent_of(words, slot) < end:
-                return  # the same words may come with a smaller buffer
-            if (worked or program is not self._recent[-1]) and (program.place, view) not in self._refused:
-                self._limit(self._known)
-                self._known[program.place] = EarlyRead(words, count, slot, view, nbytes)
+            is_last = program is self._recent[-1]
+            if self._extent_of(words, slot) < end or (times == 2 and not is_last):
+                # The same words may come with a smaller buffer. And the first turn of a loop begins at another place than the
+                # next ones: one turn later, all values of a program are predicted at once, so that it has one end.
+                return
+            if (worked or not is_last) and (program.place, view) not in self._refused:
+                self._predict(program.place, EarlyRead(words, count, (EarlyValue(slot, view, nbytes),)))
             return
+
+    def _predict(self, place: _Place, new: EarlyRead) -> None:
+        """Read a value early at a place: together with those that are read there already, if the programs begin alike."""
+        known = self._known.get(place)
+        if known is not None and (known.words.startswith(new.words) or new.words.startswith(known.words)):
+            value = new.values[0]
+            if known.count >= new.count and any((v.slot, v.view) == (value.slot, value.view) for v in known.values):
+                return
+            kept = [v for v in known.values if v.slot != value.slot]
+            longer = known if known.count > new.count else new
+            new = replace(longer, values=(*kept[1 - _MOST_VALUES :], value))
+        self._limit(self._known)
+        self._known[place] = new
 
     def _writer(self, program: _Sent, slot: int) -> tuple[bytes, int, bool]:
         """The words and the number of instructions up to the last one that writes a slot, and whether work is behind it."""
@@ -171,13 +200,17 @@ class EarlyReads:
                 written, writer = at, count
         return program.words[:written], writer, last > writer
 
-    def forget(self, wrong: EarlyRead) -> None:
-        """Drop a prediction whose values the script does not use, and do not make it again."""
+    def forget(self, wrong: EarlyValue) -> None:
+        """Drop a value that the script does not use, and do not predict it again."""
         for place, known in list(self._known.items()):
-            if known is wrong:
-                del self._known[place]
+            if wrong in known.values:
                 self._limit(self._refused)
                 self._refused.add((place, wrong.view))
+                kept = tuple([value for value in known.values if value is not wrong])
+                if kept:
+                    self._known[place] = replace(known, values=kept)
+                else:
+                    del self._known[place]
 
     @staticmethod
     def _limit(table: dict[Any, Any] | set[Any]) -> None:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from wooly_wis.messages import DirectSession
 
     from wooly.contents import OfferPolicy
-    from wooly.early_reads import EarlyRead
+    from wooly.early_reads import EarlyValue
 
 #: Highest number of bytes that a STATS frame can ask for.
 _MOST_WANTED = (1 << 64) - 1
@@ -170,8 +170,8 @@ class Link:
         self.overwritten: Overwritten = {}
         self.lost: WoolyError | None = None
         self._started: deque[_StartedRead] = deque()
-        #: Values that were read early and are not used yet, by buffer: the number of the READ, and the prediction.
-        self._early: dict[int, tuple[int, EarlyRead]] = {}
+        #: Values that were read early and are not used yet, by buffer: the number of the READ, and what was predicted.
+        self._early: dict[int, tuple[int, EarlyValue]] = {}
         #: Answers for which a caller stopped to wait, because a signal handler raised an exception.
         self._abandoned: deque[Pending] = deque()
         self._interrupted_at = -1  # number of the last frame when a signal handler ended that ran inside a wait
@@ -748,7 +748,7 @@ class Link:
         self.connection.channel.hold(frames)
 
     def read_early(
-        self, buffer: int, key: ViewKey, into: memoryview, host: torch.Tensor, prediction: EarlyRead
+        self, buffer: int, key: ViewKey, into: memoryview, host: torch.Tensor, predicted: EarlyValue
     ) -> None:
         """Start to read a value that the script will probably want, into `host`, which becomes the cached host copy.
 
@@ -756,7 +756,7 @@ class Link:
         """
         self.fetch(buffer, key[0], into, host)
         self.keep(buffer, key, host)
-        self._early[buffer] = self._started[-1].seq, prediction
+        self._early[buffer] = self._started[-1].seq, predicted
 
     def is_early(self, buffer: int) -> bool:
         """Whether a value of the buffer was read early, and is not used yet."""
@@ -778,8 +778,8 @@ class Link:
             send()
             if sync_debug.mode:
                 sync_debug.note()
-            for _, prediction in used.values():
-                prediction.use()
+            for _, predicted in used.values():
+                predicted.use()
             self.finish_reads(max(seq for seq, _ in used.values()))
         except BaseException:
             for buffer in used:

@@ -20,7 +20,7 @@ from wooly_wis.codec import decode_form, digest, join_program
 from wooly_wis.limits import MAX_FREES
 from wooly_wis.program import Form, Operand, Role
 
-from wooly.early_reads import WORD_BYTES, EarlyRead, EarlyReads
+from wooly.early_reads import WORD_BYTES, EarlyRead, EarlyReads, EarlyValue
 from wooly.errors import ForkedProcessError, NotConnectedError, WoolyError
 from wooly.interned_forms import Forms, InternedForm
 from wooly.lazy_clones import LazyClones
@@ -237,7 +237,7 @@ class Recorder(ProgramFields):
         opener: opens the session; None if the session is open, or if nobody asked for one.
         programs_dir: folder to which new programs are written as ``<digest>.wis``; None: they are not written.
         early_reads: predicts which values the script reads.
-        read_early: begins to read a value (buffer, view) whose program was sent. Returns whether it did.
+        read_early: sends the open program, and begins to read values of buffers. Returns whether it did.
     """
 
     def __init__(self, limit: int, forms: Forms, heap: Heap, generator: Generator) -> None:
@@ -274,7 +274,7 @@ class Recorder(ProgramFields):
         self._kept_whole: set[Outline] = set()
         self._without_end_form = 0
         self.early_reads = EarlyReads(self._writes_of, self._extent_of)
-        self.read_early: Callable[[Recorder, int, EarlyRead], bool] | None = None
+        self.read_early: Callable[[Recorder, list[tuple[int, EarlyValue]]], bool] | None = None
         self._early: EarlyRead | None = None
         self._limits = ProgramLimits(limit)
         self._limit_before_capture = limit, self._limits
@@ -421,7 +421,7 @@ class Recorder(ProgramFields):
                 self._closed_at_end_form, self._limit_at_end_form = outline, limit
 
     def _close_early(self, early: EarlyRead, count: int) -> bool:
-        """Close the open program and read a value, if the program is as predicted. Returns whether `close_if_due` is done."""
+        """Close the open program and read values, if the program is as predicted. Returns whether `close_if_due` is done."""
         if count < early.count:
             return False
         self._early = None
@@ -434,10 +434,10 @@ class Recorder(ProgramFields):
             self.read_early is not None
             and array("I", self.words[:known]).tobytes() == early.words
             and rest[::2] == [self._free_form] * (len(self.origins) - early.count)  # nothing but frees is behind it
-            and self.slot_of.get(self.bind[early.slot]) == early.slot  # the script still has the buffer
         ):
-            buffer = self.bind[early.slot]
-            if self.read_early(self, buffer, early):
+            values = [(self.bind[v.slot], v) for v in early.values]
+            alive = [(b, v) for b, v in values if self.slot_of.get(b) == v.slot]  # the script still has these buffers
+            if alive and self.read_early(self, alive):
                 return True
         return count < self.room
 
@@ -468,12 +468,15 @@ class Recorder(ProgramFields):
             where: Python line that reads it.
         """
         if not (self.recording or self.replaced):
-            self._early = self.early_reads.read(buffer, view, nbytes, end, (id(where[0]), where[1]))
+            self._early = self.early_reads.read(buffer, view, nbytes, end, (id(where[0]), where[1], False))
 
     def note_early_read_used(self, where: Origin) -> None:
-        """The script has got a value that was read early, at this Python line. The open program was sent before."""
+        """The script has got a value that was read early, at this Python line.
+
+        The open program was sent before. If it is so small that it was not, the next predictions are those for its continuation.
+        """
         if not (self.recording or self.replaced):
-            self._early = self.early_reads.used((id(where[0]), where[1]))
+            self._early = self.early_reads.used((id(where[0]), where[1], bool(self.words)))
             self._limits.waited()
             self._set_open_limit(self._limits.next)
 

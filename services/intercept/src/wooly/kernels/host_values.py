@@ -27,7 +27,7 @@ from wooly.link import Link, ViewKey
 from wooly.recorder import RecentProgram, Recorder
 from wooly.sync_debug import sync_debug
 
-#: Maximum number and size, in bytes, of operands that are read in place of a value.
+#: Maximum number and size, in bytes, of operands that are read in place of a value. Larger ones are if the value is as large.
 _MAX_READS, _MAX_READ_BYTES = 2, 256
 #: Maximum number of instructions that are computed for one value.
 _MAX_STEPS = 48
@@ -132,6 +132,18 @@ class HostValues:
                 return True
         return False
 
+    def is_tiny(self, recorder: Recorder) -> bool:
+        """Whether the open program has a few instructions only, which compute small values that the host can compute, too."""
+        words, known, at = recorder.words, self.forms.known, 0
+        if len(words) > _FEW_WORDS or recorder.has_deferred:
+            return False
+        while at < len(words):
+            form = known[words[at]]
+            if form.name not in ("alloc", "free") and self.rule(words[at]) is None:
+                return False
+            at += 1 + form.arity
+        return True
+
     def now(self, recorder: Recorder, link: Link, buffer: int, key: ViewKey) -> Tensor | None:
         """A small value that is known, or can be computed here without a read; None if it cannot."""
         if link.is_early(buffer):
@@ -228,6 +240,8 @@ class Value:
         early: buffers of operands whose host copies are on their way.
     """
 
+    _wanted: ViewKey
+
     def __init__(self, values: HostValues, recorder: Recorder, link: Link, programs: list[RecentProgram]) -> None:
         self._values, self._recorder, self._link, self._programs = values, recorder, link, programs
         #: An instruction has a number: those of the first program, then those of the second one, `self._first[1]` and up.
@@ -246,6 +260,7 @@ class Value:
 
     def resolve(self, buffer: int, key: ViewKey) -> bool:
         """Find out how the value is computed. Returns False if it must be read itself."""
+        self._wanted = key
         self._result = self._source(buffer, key, self._first[-1])
         return self._result is not None and Range(buffer, key) not in self._read
 
@@ -310,7 +325,10 @@ class Value:
         """What gives a part of a buffer that will be read, behind all that is recorded."""
         place = Range(buffer, key)
         if place not in self._read:
-            if len(self._read) >= _MAX_READS or not 0 < nbytes_of(key) <= _MAX_READ_BYTES or not is_dense(key):
+            nbytes = nbytes_of(key)
+            if len(self._read) >= _MAX_READS or not nbytes or not is_dense(key):
+                return None
+            if nbytes > _MAX_READ_BYTES and nbytes > nbytes_of(self._wanted):
                 return None
             if not self._is_alive(buffer) or self._link.is_shared(buffer):
                 return None

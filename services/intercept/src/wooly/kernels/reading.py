@@ -17,7 +17,7 @@ from wooly_bus.huge_pages import wish_for_huge_pages
 from wooly_wis.frames import ANSWER_COPIED
 
 from wooly.devices import Devices
-from wooly.early_reads import MAX_EARLY_BYTES, EarlyRead
+from wooly.early_reads import MAX_EARLY_BYTES, EarlyValue
 from wooly.kernels.device_copies import DeviceCopies
 from wooly.kernels.device_numbers import number_for_call
 from wooly.kernels.host_copies import (
@@ -47,15 +47,6 @@ _keeps_numbers = torch.is_grad_enabled
 def _fetch_kept(kept: Tensor, buffer: int, into: memoryview, dst: Tensor, link: Link) -> None:
     """Fetch the content of the device tensor `kept`, which lives until then because the caller binds it to this call."""
     link.fetch(buffer, 0, into, dst)
-
-
-def _send_before_early_value(recorder: Recorder) -> None:
-    """Send the open program, so that the device has work while the script uses a value that was read early.
-
-    The programs of a loop stay equal, too.
-    """
-    recorder.flush()
-    recorder.note_early_read_used(origin())
 
 
 def _same_layout(dst: Tensor, src: Tensor) -> bool:
@@ -100,7 +91,7 @@ class Reading:
             link = recorder.require_link()
             early = link.is_early(buffer)
             if early:
-                link.finish_early((buffer,), partial(_send_before_early_value, recorder))
+                link.finish_early((buffer,), partial(self._send_before_early_value, recorder))
             kept = link.mirror(buffer, key)
             if kept is not None:
                 if not early:
@@ -134,13 +125,22 @@ class Reading:
         if value is None:
             return self._part_of_whole(t, recorder, link, buffer, key)
         if value.early:
-            link.finish_early(value.early, partial(_send_before_early_value, recorder))
+            link.finish_early(value.early, partial(self._send_before_early_value, recorder))
         elif not value.reads:
             wait_as_cuda(recorder, link)
         computed = value.compute(self._read_all(recorder, link, value.reads))
         if computed is not None:
             link.keep(buffer, key, computed)
         return computed
+
+    def _send_before_early_value(self, recorder: Recorder) -> None:
+        """Send the open program, so that the device has work while the script uses a value that was read early.
+
+        The programs of a loop stay equal, too. A few tiny instructions are not worth a program.
+        """
+        if not self._host_values.is_tiny(recorder):
+            recorder.flush()
+        recorder.note_early_read_used(origin())
 
     def known_value(self, t: Tensor) -> Tensor | None:
         """A host copy of a small device tensor, if there is one without waiting for the device."""
@@ -238,25 +238,37 @@ class Reading:
         return True
 
     @staticmethod
-    def read_early(recorder: Recorder, buffer: int, prediction: EarlyRead) -> bool:
-        """Send the open program, and start to read a value that the script will probably want (`early_reads`).
+    def read_early(recorder: Recorder, values: list[tuple[int, EarlyValue]]) -> bool:
+        """Send the open program, and start to read values that the script will probably want (`early_reads`).
+
+        Args:
+            recorder: the recorder of the device.
+            values: buffers, and what is read of them.
 
         Returns:
-            False if the prediction fails too often, or if the value cannot be read early. Then nothing is sent.
+            False if no value can be read early, or if all predictions fail too often. Then nothing is sent.
         """
         link = recorder.require_link()
         # a bundle of `wooly record` names the line of each read
         recorded = recorder.recording or link.recording or link.log is not None or recorder.capture is not None
-        if recorded or link.many_reads_started or link.is_shared(buffer):
+        if recorded or link.many_reads_started:
             return False
-        if not prediction.begin():
-            recorder.early_reads.forget(prediction)
+        begun = []
+        for buffer, value in values:
+            if link.is_shared(buffer):
+                continue
+            if value.begin():
+                begun.append((buffer, value))
+            else:
+                recorder.early_reads.forget(value)
+        if not begun:
             return False
-        _, dtype, shape, stride = key = cast(ViewKey, prediction.view)
-        host, memory = host_memory(dtype, shape, stride, prediction.nbytes)
-        link.hold()
+        link.hold(len(begun))
         recorder.flush()
-        link.read_early(buffer, key, memory, host, prediction)
+        for buffer, value in begun:
+            _, dtype, shape, stride = key = cast(ViewKey, value.view)
+            host, memory = host_memory(dtype, shape, stride, value.nbytes)
+            link.read_early(buffer, key, memory, host, value)
         return True
 
     def _read_all(self, recorder: Recorder, link: Link, places: list[Range]) -> list[Tensor]:

@@ -181,8 +181,10 @@ class Transfer:
                 self._keep_uploaded(link, dst, host)
                 return
             link.forget(buffer)
-            recorder.flush()
             data = bytes_of(host)
+            if recorder.open and len(data) <= MAX_BYTES:
+                link.hold()  # the program is sent together with the data
+            recorder.flush()
             whole = len(data) >= MIN_OFFER_BYTES and dst.untyped_storage().nbytes() == len(data)
             if whole and link.offers is not None and link.offers.accepts(buffer, len(data), recorder.heap.reusable):
                 upload(link, buffer, data)
