@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.export.passes import move_to_device_pass
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from wooly import api
 from wooly.graphs import KINDS_KEPT, counters
@@ -615,3 +616,15 @@ def test_assertion_about_metadata_compares_what_scripts_see(cuda):
         check(x, device=torch.device("cpu"))
     with pytest.raises(RuntimeError, match="Tensor dtype mismatch! Expected: Double, Got: float"):
         check(x, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("mode", ["real", "symbolic"])
+def test_traced_graph_names_the_device_cuda_in_calls_that_pytorch_makes_itself(cuda, mode):
+    def f(x):
+        return torch.where(x > 0, x, 0.5), torch.ones(2, device=x.device)
+
+    x = torch.tensor([-1.0, 2.0], device=cuda)
+    graph = make_fx(f, tracing_mode=mode)(x)
+    devices = [node.kwargs["device"] for node in graph.graph.nodes if "device" in node.kwargs]
+    assert devices == [torch.device("cuda", 0)] * 2, graph.code
+    assert graph(x)[0].tolist() == [0.5, 2.0]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from wooly.device import current
-from wooly.devices import NAME
+from wooly.devices import NAME, shown
 from wooly.facade.imports import AfterImport
 from wooly.graphs import GraphFunction
 from wooly.torch_private import (
@@ -132,6 +132,7 @@ def activate() -> None:
     _rules.activate()
     _constructors.activate()
     _device_contexts.activate()
+    _tracing.activate()
 
 
 def deactivate() -> None:
@@ -139,6 +140,7 @@ def deactivate() -> None:
     _rules.deactivate()
     _constructors.deactivate()
     _device_contexts.deactivate()
+    _tracing.deactivate()
     while _replaced:
         setattr(*_replaced.pop())
 
@@ -177,6 +179,22 @@ def _set_device_contexts(contexts: ModuleType) -> None:
         setattr(owner, name, value)
 
 
+def _name_devices(tracing: ModuleType) -> None:
+    """Let traced graphs name the device "cuda" in the calls, too, that PyTorch makes in C++: `torch.where(mask, x, 0.0)`."""
+    real = tracing.proxy_call
+
+    @functools.wraps(real)
+    def proxy_call(mode: Any, func: Any, pre_dispatch: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        device = kwargs.get("device")
+        if isinstance(device, torch.device):
+            kwargs = {**kwargs, "device": shown(device)}
+        return real(mode, func, pre_dispatch, args, kwargs)
+
+    _replaced.append((tracing, "proxy_call", real))
+    tracing.proxy_call = proxy_call  # type: ignore[attr-defined]
+
+
 _rules = AfterImport("torch._dynamo.trace_rules", _set_rules)
 _constructors = AfterImport("torch._dynamo.utils", _make_streams)
 _device_contexts = AfterImport("torch._dynamo.variables.ctx_manager", _set_device_contexts)
+_tracing = AfterImport("torch.fx.experimental.proxy_tensor", _name_devices)
