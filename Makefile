@@ -79,21 +79,30 @@ ecosystem: setup ## programs of other people's libraries (trl, diffusers, gpytor
 	$(ECOSYSTEM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements/ecosystem.txt
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(ECOSYSTEM)/bin/python -m pytest tests/ecosystem
 
-VLLM := .vllm
+# vLLM and the environment below it, whose PyTorch is the one that vLLM pins. test-vllm-current sets them for another release.
+VLLM ?= .vllm
+VLLM_RELEASE ?= 0.32.0
+VLLM_BELOW ?= $(BIN)/python
 
 .PHONY: vllm
 vllm: setup ## prepare .vllm, an environment with vLLM and this checkout (needs two gigabytes)
-	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	# The packages of .venv are visible there, so that pip adds only what is missing.
+	test -x $(VLLM)/bin/python || $(VLLM_BELOW) -m venv $(VLLM)
+	# The packages of the environment below are visible there, so that pip adds only what is missing.
 	packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
-		echo "import site; site.addsitedir('$$($(BIN)/python -c "$$packages")')" > $$($(VLLM)/bin/python -c "$$packages")/checkout.pth
+		echo "import site; site.addsitedir('$$($(VLLM_BELOW) -c "$$packages")')" > $$($(VLLM)/bin/python -c "$$packages")/checkout.pth
 	# vLLM requires libraries of NVIDIA's that only a GPU in this machine could use, so it is installed without its requirements.
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/vllm.txt
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm==0.32.0
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm==$(VLLM_RELEASE)
 
 .PHONY: test-vllm
 test-vllm: vllm ## vLLM on "cuda": its tokens, its server, its recovery (slow: many minutes)
 	PATH="$(CURDIR)/$(VLLM)/bin:$(CURDIR)/$(BIN):$$PATH" $(VLLM)/bin/python -m pytest -p no:xdist -o faulthandler_timeout=0 integrations/vllm/tests
+
+.PHONY: test-vllm-current
+test-vllm-current: setup ## the same with the current vLLM and the PyTorch that it pins (needs eight gigabytes)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements/matrix.txt
+	$(BIN)/python tests/matrix.py --prepare $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX)) 3.13:2.14
+	$(MAKE) test-vllm VLLM=.vllm-0.33 VLLM_RELEASE=0.33.0 VLLM_BELOW=.matrix/3.13-2.14/bin/python
 
 .PHONY: bench-serving
 bench-serving: vllm ## servers of vLLM on one device: tokens per second, two against one, P0 beside P4, weights, wake (--json)

@@ -221,13 +221,14 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2, help="test processes at a time")
     parser.add_argument("--torch-index", default="", help="package index for PyTorch, for its small CPU builds")
     parser.add_argument("--tests", action="append", default=[], help="a test file or folder instead of all")
+    parser.add_argument("--prepare", action="store_true", help="make the environments, and run nothing")
     given = parser.parse_args()
     lines, fine = [], True
     for entry in given.entries:
         try:
             for pair in entry.pairs:
                 prepare(pair, given.torch_index)
-            told, passed = run(entry, given.workers, given.tests)
+            told, passed = ("ready", True) if given.prepare else run(entry, given.workers, given.tests)
         except MatrixError as e:
             told, passed = f"NOT RUN: {e}", False
             print(f"{entry}: {told}", flush=True)

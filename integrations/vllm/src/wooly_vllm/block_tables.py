@@ -41,14 +41,31 @@ def _find_slots(  # type: ignore[no-untyped-def] # noqa: ANN202
 
 
 def gather_block_tables(
-    self: Any, idx_mapping: torch.Tensor, num_reqs_padded: int, out: Any = None, out_ptrs: Any = None
+    self: Any,
+    idx_mapping: torch.Tensor,
+    num_reqs_padded: int,
+    out: Any = None,
+    out_ptrs: Any = None,
+    num_computed_tokens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Replaces `BlockTables.gather_block_tables`: the rows of the requests of this step, and rows of zeros after them."""
+    """Replaces `BlockTables.gather_block_tables`: the rows of the requests of this step, and rows of zeros after them.
+
+    Since vLLM 0.33, blocks that a sliding window has left are zeros, too (with `num_computed_tokens`), and so are the rows of a
+    larger step before.
+    """
     num_reqs, rows = idx_mapping.shape[0], idx_mapping.clamp(min=0)
-    targets = tuple(self.input_block_tables if out is None else out)
-    for table, target in zip(self.block_tables, targets, strict=True):
+    targets, num_rows = tuple(self.input_block_tables if out is None else out), num_reqs_padded
+    if out is None:
+        num_rows = max(num_rows, getattr(self, "_num_dirty_rows", 0))
+        self._num_dirty_rows = num_reqs
+    reaches = getattr(self, "_sliding_window_reach", [0] * len(targets))
+    for table, target, reach, block_size in zip(self.block_tables, targets, reaches, self.block_sizes, strict=True):
         torch.index_select(table.gpu, 0, rows, out=target[:num_reqs])
-        target[num_reqs:num_reqs_padded].zero_()
+        target[num_reqs:num_rows].zero_()
+        if num_computed_tokens is not None and reach > 0:
+            left = (num_computed_tokens[rows] - reach).clamp(min=0) // block_size
+            columns = torch.arange(target.shape[1], device=target.device)
+            target[:num_reqs].masked_fill_(columns < left[:, None], 0)
     return tuple([target[:num_reqs_padded] for target in targets])
 
 

@@ -289,17 +289,24 @@ def _dynamic_scaled_int8_quant(result: Tensor, input: Tensor, scale: Tensor, azp
 
 @_operator(
     "_C_cache_ops::concat_and_cache_mla(Tensor kv_c, Tensor k_pe, Tensor! kv_cache, Tensor slot_mapping, str kv_cache_dtype, "
-    "Tensor scale) -> ()"
+    "Tensor scale, bool skip_scale=False) -> ()"
 )
 def _concat_and_cache_mla(
-    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str, scale: Tensor
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str,
+    scale: Tensor,
+    skip_scale: bool = False,  # since vLLM 0.33: the scale is 1
 ) -> None:
     """Write the latent state of each token to its slot. Padding has no slot, and goes to vLLM's empty block, which is 0."""
     count, block_size = slot_mapping.numel(), kv_cache.shape[1]
     slots = slot_mapping.clamp(min=0).long()
     entries = torch.cat((kv_c[:count], k_pe[:count]), -1)
     if kv_cache_dtype.startswith("fp8"):
-        entries = (entries.float() / scale).clamp_(-_FP8_MAX, _FP8_MAX).to(_FP8)
+        entries = entries.float() if skip_scale else entries.float() / scale
+        entries = entries.clamp(-_FP8_MAX, _FP8_MAX).to(_FP8)
         kv_cache = kv_cache.view(_FP8)
     kv_cache.index_put_(
         (slots.div(block_size, rounding_mode="floor"), slots.remainder(block_size)), entries.to(kv_cache.dtype)

@@ -6,6 +6,8 @@ keep the device's memory until its lease ends.
 
 from __future__ import annotations
 
+import os
+
 import vllm.v1.engine.core as engine
 import vllm.v1.engine.utils as engines
 from vllm.distributed.parallel_state import (
@@ -17,6 +19,8 @@ from wooly import api
 
 #: Seconds for which a server waits for the end of its engine. vLLM gives ROCm the same time.
 GRACE_S = 15.0
+#: The variable of the environment, since vLLM 0.33, that sets another time.
+GRACE_VARIABLE = "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
 
 
 def grace(request_timeout: float | None, process_timeout: float | None) -> float | None:
@@ -26,7 +30,9 @@ def grace(request_timeout: float | None, process_timeout: float | None) -> float
         request_timeout: time that requests get to finish (`--shutdown-timeout`).
         process_timeout: time that vLLM would wait.
     """
-    return GRACE_S if request_timeout == 0 and process_timeout == 0 else process_timeout
+    if request_timeout != 0 or process_timeout != 0:
+        return process_timeout
+    return float(os.environ.get(GRACE_VARIABLE) or GRACE_S)
 
 
 def clean_up() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 #: Releases of vLLM, by the first two numbers of their version, that the tests have run with.
-TESTED = ("0.32",)
+TESTED = ("0.32", "0.33")
 #: Formats of quantised weights, as vLLM names them, whose kernels are Triton's or PyTorch's.
 QUANTISED = ("auto_awq", "awq", "auto_gptq", "gptq", "moe_wna16", "fp8", "compressed-tensors", "mxfp4", "gpt_oss_mxfp4")
 #: Kinds of models, as Transformers names them, with the first form of Mamba.

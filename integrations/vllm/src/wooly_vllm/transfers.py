@@ -7,6 +7,7 @@ and a read without pinned memory waits. Most uploads of a decode step repeat wha
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import OrderedDict
 from typing import Any
 
@@ -26,6 +27,8 @@ MAX_BYTES, MAX_KEPT = 16 << 10, 64
 MAX_SINGLE_WRITES = 8
 #: Size, in bytes, of the blocks of memory into which small results are read.
 BLOCK_BYTES = 64 << 10
+#: Number of integers that a program of vLLM's kernel writes at once.
+BLOCK_SIZE = 1024
 
 _sent: OrderedDict[tuple[Any, ...], torch.Tensor] = OrderedDict()
 
@@ -99,7 +102,8 @@ def apply_write(self: Any) -> None:
         for row, start, value in zip(rows, starts, contents, strict=True):
             _store[(1,)](self.gpu, row * self.gpu.stride(0) + int(start), value)
     elif self.dtype is torch.int32:
-        _write(self.gpu, _sent_together(self.device, rows, starts, contents, ends), len(rows))
+        longest = max(map(operator.sub, ends, [0, *ends]), default=0)
+        _write(self.gpu, _sent_together(self.device, rows, starts, contents, ends), len(rows), longest)
     else:
         _apply_write(self)
         return
@@ -116,10 +120,11 @@ def _sent_together(device: torch.device, *lists: list[int]) -> list[torch.Tensor
     return [sent[begin : begin + len(part)] for begin, part in zip(begins, lists, strict=False)]
 
 
-def _write(target: torch.Tensor, sent: list[torch.Tensor], n: int) -> None:
+def _write(target: torch.Tensor, sent: list[torch.Tensor], n: int, longest: int) -> None:
     rows, starts, contents, ends = sent
-    _apply_write_kernel[(n,)](
-        target, target.stride(0), rows, starts, contents, ends, None, BLOCK_SIZE=1024, MULTI_GROUP=False
+    # Since vLLM 0.33, a program of the kernel writes one block of a row; before, each writes the whole row.
+    _apply_write_kernel[(n, -(-longest // BLOCK_SIZE))](
+        target, target.stride(0), rows, starts, contents, ends, None, BLOCK_SIZE=BLOCK_SIZE, MULTI_GROUP=False
     )
 
 
