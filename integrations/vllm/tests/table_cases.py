@@ -4,10 +4,9 @@ import inspect
 import json
 
 import torch
+import wooly_vllm.replacements
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.block_table import BlockTables
-
-import wooly_vllm.replacements
 
 assert current_platform.is_out_of_tree(), current_platform
 wooly_vllm.replacements.install()
