@@ -9,6 +9,7 @@ import copy
 import gc
 import io
 import pickle
+import re
 import threading
 import weakref
 
@@ -56,8 +57,12 @@ def see(*values):
 
 
 def text(t):
-    """The text of a tensor without its device, whose name also moves the ends of lines."""
-    return "".join(str(t).split()).replace(",device='cuda:0'", "")
+    """The text of a tensor without its device, whose name also moves the ends of lines.
+
+    An assignment of one element copies it on CUDA, too, while the CPU fills.
+    """
+    said = "".join(str(t).split()).replace(",device='cuda:0'", "")
+    return re.sub(r"=<FillBackward\d+>", "=<CopyBackwards>", said)
 
 
 def host(t):
