@@ -36,6 +36,8 @@ GOALS = {
     "generate compiled": {},
     "train": {20: 1.1, 80: 1.1},
     "train, short steps": {},
+    "ten losses per step": {},
+    "steps of an actor": {},
 }
 #: Hidden layers and number of steps of the trainings. A step of the first one takes about as long as a distant round trip.
 TRAININGS = {"train": ((1024, 1024), 20), "train, short steps": ((256,), 50)}
@@ -81,6 +83,46 @@ def trainer(hidden, steps):
     return train
 
 
+def losses_of_parts():
+    """Ten steps of a training that reads ten losses at the end of each."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 10).to("cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batch = torch.randn(32, 64).to("cuda")
+
+    def train(steps=10):
+        read = []
+        for _ in range(steps):
+            losses = {f"part {k}": part.sin().mean() for k, part in enumerate(model(batch).unbind(1))}
+            optimizer.zero_grad()
+            sum(losses.values()).backward()
+            optimizer.step()
+            read.append({name: loss.item() for name, loss in losses.items()})
+        return read
+
+    return train
+
+
+def actor():
+    """Twenty steps of an actor, as libraries for reinforcement learning take them: action, value and logarithm are read."""
+    torch.manual_seed(0)
+    policy, critic = nn.Linear(4, 2).to("cuda"), nn.Linear(4, 1).to("cuda")
+    observations = torch.randn(20, 1, 4)
+
+    def act(steps=20):
+        read = []
+        for observation in observations[:steps]:
+            with torch.no_grad():
+                x = observation.to("cuda")
+                value, chances = critic(x), torch.distributions.Categorical(logits=policy(x))
+                action = chances.probs.argmax(1)
+                logarithm = chances.log_prob(action)
+                read.append([t.tolist() for t in (action.cpu(), value.clone().cpu(), logarithm.clone().cpu())])
+        return read
+
+    return act
+
+
 def session(endpoint, running, folder, compiled):
     """Run all phases in one session. Returns per phase: seconds, trips, bytes up, result; and the lines that waited longest."""
     from transformers import LlamaForCausalLM
@@ -120,6 +162,9 @@ def session(endpoint, running, folder, compiled):
         train = trainer(hidden, steps)
         train(5)
         phase(name, train)
+    for name, made in (("ten losses per step", losses_of_parts()), ("steps of an actor", actor())):
+        made()
+        phase(name, made)
     lines = api.session_stats()["lines"]
     loaded.clear()
     api.disable()
