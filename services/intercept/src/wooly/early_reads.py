@@ -20,7 +20,7 @@ MAX_EARLY_BYTES = 4096
 #: Number of sent programs in which the reader of a value is looked for.
 _RECENT = 8
 #: Maximum number of values of one prediction.
-_MOST_VALUES = 8
+_MOST_VALUES = 16
 #: Credit of a value, and maximum credit. A used value adds 1, an unused one takes `_UNUSED_COSTS`, and a value
 #: without credit is dropped. So a prediction outlasts the end of a loop, but not a script that uses every other value.
 _FIRST_CREDIT, _MOST_CREDIT, _UNUSED_COSTS = 3, 8, 2
@@ -107,6 +107,7 @@ class EarlyReads:
         self._extent_of = extent_of
         self._recent: deque[_Sent] = deque(maxlen=_RECENT)
         self._place = _NOWHERE
+        self._reads = 0
         self._seen: dict[Hashable, int] = {}
         self._known: dict[_Place, EarlyRead] = {}
         self._refused: set[tuple[_Place, Hashable]] = set()
@@ -119,6 +120,7 @@ class EarlyReads:
             bind: its buffers by slot.
         """
         self._recent.append(_Sent(self._place, words, bind))
+        self._reads = 0
         where, count = self._place
         self._place = where, count + 1
         return self._known.get(self._place)
@@ -135,6 +137,7 @@ class EarlyReads:
             where: the place in the script.
         """
         self._place = where, 0
+        self._reads += 1
         return self._known.get(self._place)
 
     def read(self, buffer: int, view: Hashable, nbytes: int, end: int, where: Hashable) -> EarlyRead | None:
@@ -151,7 +154,8 @@ class EarlyReads:
             The prediction for the next program.
         """
         if self._recent:
-            place = self._recent[-1].place, view
+            # One line of the script may read many values of a program.
+            place = self._recent[-1].place, self._reads, view
             times = self._seen.get(place, 0) + 1
             self._limit(self._seen)
             self._seen[place] = times

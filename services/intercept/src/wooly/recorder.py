@@ -284,6 +284,8 @@ class Recorder(ProgramFields):
         self._deferred: list[Callable[[Link], None]] = []
         self._sent: OrderedDict[bytes, SentProgram] = OrderedDict()
         self._sent_last: RecentProgram | None = None
+        #: Number of the last frame, if only reads were sent after that program.
+        self._behind_reads = 0
         self._cuts = 0
         self._frees: list[int] = []
         self._freed: list[int] = []
@@ -888,21 +890,30 @@ class Recorder(ProgramFields):
             (self.programs_dir / f"{name.hex()[:16]}.wis").write_bytes(raw)
         return SentProgram(name, struct.Struct("".join(fmt)))
 
-    def recent_programs(self, most: int) -> list[RecentProgram]:
+    def recent_programs(self, most: int, *, behind_reads: bool = False) -> list[RecentProgram]:
         """The program that was sent last, if nothing was sent after it, and the open program.
 
         Args:
             most: maximum number of words of all programs. Longer ones are left out.
+            behind_reads: whether reads may have been sent after it.
         """
         found = []
         if len(self.words) <= most:
             last, link = self._sent_last, self.link
-            is_last = last is not None and link is not None and link.position == last.position
-            if last is not None and is_last and len(last.words) + len(self.words) <= most:
-                found.append(last)
+            if last is not None and link is not None:
+                at = link.position
+                is_last = at == last.position or (behind_reads and at == self._behind_reads)
+                if is_last and len(last.words) + len(self.words) <= most:
+                    found.append(last)
             overwritten = {} if link is None else link.overwritten
             found.append(RecentProgram(self.words, self.bind, self.params, self.slot_of, 0, overwritten, self._cuts))
         return found
+
+    def note_reads_sent(self, count: int) -> None:
+        """The last frames are so many reads. They change nothing: what a program before them computed is known still."""
+        last, link = self._sent_last, self.link
+        if last is not None and link is not None and link.position - count in (last.position, self._behind_reads):
+            self._behind_reads = link.position
 
     def frees(self, buffer: int) -> bool:
         """Whether the script has freed a buffer, and the open program does not use it or does not show it yet."""

@@ -110,7 +110,15 @@ class HostValues:
         vain = self._vain.get(place, 0)
         if vain < _VAIN or vain % _AGAIN == 0:
             value = Value(self, recorder, link, programs)
-            if value.resolve(buffer, key):
+            is_known = value.resolve(buffer, key)
+            if not is_known or value.reads:
+                # What a program before the last reads computed may be known from what it was computed from.
+                more = recorder.recent_programs(_MOST_WORDS, behind_reads=True)
+                if len(more) > len(programs):
+                    other = Value(self, recorder, link, more)
+                    if other.resolve(buffer, key):
+                        value, is_known = other, True
+            if is_known:
                 if vain:
                     del self._vain[place]
                 return value

@@ -269,6 +269,7 @@ class Reading:
             _, dtype, shape, stride = key = cast(ViewKey, value.view)
             host, memory = host_memory(dtype, shape, stride, value.nbytes)
             link.read_early(buffer, key, memory, host, value)
+        recorder.note_reads_sent(len(begun))
         return True
 
     def _read_all(self, recorder: Recorder, link: Link, places: list[Range]) -> list[Tensor]:
@@ -316,6 +317,7 @@ class Reading:
         else:
             memory = memoryview(small)
         pending = link.ask(buffer, offset, memory)
+        recorder.note_reads_sent(1)
         try:  # what does not need the answer is done here, while the executor works
             if host is None:
                 host = tensor_on(small, dtype, shape, stride)
