@@ -320,6 +320,30 @@ def test_late_stop_check_does_not_change_results(cuda, local, sampling):
     assert kept.past_key_values.get_seq_length() == kept.sequences.shape[1] - 1
 
 
+def test_generation_with_a_cache_of_tuples_equals_cpu_tokens(cuda, local):
+    from transformers import DynamicCache, LlamaForCausalLM
+
+    class WithTuples(LlamaForCausalLM):
+        """Keeps keys and values as tuples, as models did before Transformers had caches."""
+
+        def prepare_inputs_for_generation(self, ids, past_key_values=None, **kwargs):
+            if isinstance(past_key_values, tuple):
+                return {"input_ids": ids[:, -1:], "past_key_values": past_key_values}
+            return {"input_ids": ids, "past_key_values": None}
+
+        def forward(self, input_ids, past_key_values=None, **kwargs):
+            cache = DynamicCache(past_key_values or ())
+            out = super().forward(input_ids, past_key_values=cache, use_cache=True)
+            out.past_key_values = tuple((layer.keys, layer.values) for layer in cache.layers)
+            return out
+
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    model = WithTuples(local[0].config).eval()
+    model.load_state_dict(local[0].state_dict())
+    expected = model.generate(PROMPT, **options)
+    assert torch.equal(model.to("cuda").generate(PROMPT.to("cuda"), **options).cpu(), expected)
+
+
 def _far(monkeypatch):
     """Pretend that the executor is far away. Answers are read only if too many are missing, or at the end."""
     from wooly.facade.streams import Event

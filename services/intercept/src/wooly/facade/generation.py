@@ -160,9 +160,15 @@ def _make_deferred(real: Any) -> type:
 
         @staticmethod
         def is_supported(device: torch.device, cache: Any, cache_is_returned: bool, *args: Any, **kwargs: Any) -> bool:
-            """Whether to use the deferred check. A returned cache would contain the extra step, so then the check is not used."""
+            """Whether to use the deferred check.
+
+            A returned cache would contain the extra step. A cache that is not one of Transformers' (a tuple of keys and
+            values, which unsloth's models return) cannot take it back.
+            """
             if device.type != "cuda":
                 return bool(real.is_supported(device, cache, cache_is_returned, *args, **kwargs))
+            if cache is not None and not hasattr(cache, "is_croppable"):
+                return False
             return not cache_is_returned and bool(
                 real.is_supported(_DEFERRING, cache, cache_is_returned, *args, **kwargs)
             )
