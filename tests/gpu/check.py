@@ -5,13 +5,16 @@ happens; 2, the check could not run. The modules of `tests/conformance` must be 
 """
 
 import argparse
+import contextlib
 import fnmatch
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -76,6 +79,7 @@ class Task:
     def __init__(self, options, folder, section, side, part, parts):
         self._out = folder / f"{section}-{side}-{part}"
         self.section, self.side = section, side
+        self.over = threading.Event()  # set: end the process, and start none
         self.log = self._out.with_suffix(".log")
         self._argv = [sys.executable, str(HERE / "worker.py"), side, section, "--truth", options.truth]
         self._argv += ["--out", str(self._out), "--samples", str(options.samples)]
@@ -98,10 +102,10 @@ class Task:
             RuntimeError: the process ends without finishing a case.
         """
         died = ""
-        while True:
+        while not self.over.is_set():
             before = len(self.results())
             status = self._once(died)
-            if status == 0:
+            if status == 0 or self.over.is_set():
                 return
             died = "" if status == AGAIN else _ending(status)
             in_a_case = self._out.with_suffix(".current").exists()
@@ -112,19 +116,29 @@ class Task:
 
     def _once(self, died):
         argv = [*self._argv, "--died", died] if died else self._argv
-        watched = self._out.with_suffix(".current")
         with self.log.open("ab") as log:
-            process = subprocess.Popen(argv, stdout=log, stderr=log, env=self._environment)
-            seen, since = None, time.monotonic()
-            while process.poll() is None:
-                time.sleep(0.1)
-                now = watched.stat().st_mtime_ns if watched.exists() else None
-                if now != seen:
-                    seen, since = now, time.monotonic()
-                elif time.monotonic() - since > PATIENCE_S:
-                    process.kill()
-                    process.wait()
-                    return -1000
+            process = subprocess.Popen(argv, stdout=log, stderr=log, env=self._environment, process_group=0)
+            try:
+                return self._wait(process)
+            finally:
+                # A process that crashed leaves its executor, which keeps memory of the device.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def _wait(self, process):
+        """The exit status, or -1000 if one case takes too long or the check is over."""
+        watched = self._out.with_suffix(".current")
+        seen, since = None, time.monotonic()
+        while process.poll() is None:
+            time.sleep(0.1)
+            now = watched.stat().st_mtime_ns if watched.exists() else None
+            if now != seen:
+                seen, since = now, time.monotonic()
+            elif time.monotonic() - since > PATIENCE_S:
+                return -1000
+            if self.over.is_set():
+                return -1000
         return process.returncode
 
 
@@ -143,8 +157,12 @@ def run_sections(options, folder):
             Task(options, folder, section, side, part, parts) for side in ("ours", "truth") for part in range(parts)
         ]
     with ThreadPoolExecutor(options.jobs) as pool:
-        for done in [pool.submit(task.run) for task in tasks]:
-            done.result()
+        try:
+            for done in [pool.submit(task.run) for task in tasks]:
+                done.result()
+        finally:  # after an error or Ctrl-C, the other tasks end, too
+            for task in tasks:
+                task.over.set()
     return tasks
 
 

@@ -1,5 +1,6 @@
 """The check for real GPUs, tested without a GPU: the truth is the CPU, and CUDA's known answers."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -44,6 +45,16 @@ def check(*options, path=(), folder):
     return done.returncode, done.stdout + done.stderr, found
 
 
+def processes_with(folder):
+    """Command lines of the processes that have a folder in their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if str(folder).encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_text())
+    return found
+
+
 def only(*patterns):
     return [word for pattern in patterns for word in ("--only", pattern)]
 
@@ -75,6 +86,7 @@ def test_check_reports_wrong_numbers_and_crashes(tmp_path):
     assert "operators:mm/float32/0 values: result: differs by up to" in said
     assert "operators:neg/float32/0 crash: ours: ended by signal 6" in said
     assert said.splitlines()[-2] == "DIFFERENT"
+    assert processes_with(tmp_path) == []  # the crashed process's executor does not stay
 
 
 def test_list_is_sorted_and_every_line_has_a_reason():
