@@ -76,6 +76,21 @@ def test_build_with_unchecked_option_adds_no_guards(build):
     assert image.claims == (16, 1)
 
 
+@pytest.mark.parametrize("elem", ["f32", "f64"])
+@pytest.mark.parametrize("target", ["cuda:sm_90", "hip:gfx942"])
+def test_rounded_operations_have_the_names_of_the_vendors_library(build, target, elem):
+    lines = [f"    %v = tt.load %x : !tt.ptr<{elem}>"]
+    for name in ("add", "sub", "mul", "div"):
+        lines += [
+            f'    %{name} = tt.extern_elementwise %v, %v {{libname = "", libpath = "", pure = true, symbol = "{name}_rn"}} : '
+            f"({elem}, {elem}) -> {elem}",
+            f"    tt.store %x, %{name} : !tt.ptr<{elem}>",
+        ]
+    text = KERNEL.replace("f32", elem).replace("BODY", "\n".join(lines))
+    for image in build(request(text, target)).images:
+        assert b"__ocml" not in image.code  # a wrong name would stay, as an undefined symbol; ptxas refuses one
+
+
 def test_guard_adds_a_check_per_access_and_removes_claims():
     body = WIDE + (
         "    %m = arith.muli %n, %n {tt.divisibility = dense<16> : tensor<1xi32>} : i32\n"

@@ -31,6 +31,7 @@ _NVIDIA: Final = {
     ("isfinite", "f32"): "finitef",
     ("isfinite", "f64"): "isfinited",
     **{(n, t): f"{n}{t[0] if t == 'f32' else 'd'}" for n in ("isnan", "isinf", "signbit") for t in ("f32", "f64")},
+    **{(f"{n}_rn", t): f"{'f' if t == 'f32' else 'd'}{n}_rn" for n in ("add", "sub", "mul") for t in ("f32", "f64")},
 }
 _EXTERN: Final = re.compile(
     r'^(?P<head>\s*%[\w$.\-]+ = )tt\.extern_elementwise (?P<given>[^{]*)\{libname = "", libpath = "", pure = true, '
@@ -83,7 +84,7 @@ def _libdevice(name: str, elem: str) -> str:
 
 
 def _ocml(name: str, elem: str) -> str:
-    return f"__ocml_{name}_{elem}"
+    return f"__ocml_{re.sub('_rn$', '_rte', name)}_{elem}"  # the same rounding has another name: to nearest even
 
 
 def _of_ptx(text: str) -> int:

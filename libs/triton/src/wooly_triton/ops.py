@@ -378,7 +378,7 @@ EXTERNS: Final[dict[str, str]] = {
     },
     "tanh": "w_tanh({0})",
     "fma": "fma({0}, {1}, {2})",
-    "div_rn": "({0} / {1})",
+    **{f"{n}_rn": f"({{0}} {sign} {{1}})" for n, sign in (("add", "+"), ("sub", "-"), ("mul", "*"), ("div", "/"))},
     "isnan": "({0} != {0})",
     "isinf": "(fabs({0}) == INFINITY)",
     "isfinite": "(fabs({0}) < INFINITY)",

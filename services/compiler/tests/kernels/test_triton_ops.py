@@ -579,6 +579,25 @@ def test_vendor_library_functions_have_neutral_names():
 
 
 @triton.jit
+def rounded_kernel(x_ptr, y_ptr, z_ptr, out_ptr, N: tl.constexpr):
+    n = tl.arange(0, N)
+    x, y, z = tl.load(x_ptr + n), tl.load(y_ptr + n), tl.load(z_ptr + n)
+    tl.store(out_ptr + n, tl.extra.libdevice.mul_rn(x, y) + z)
+    tl.store(out_ptr + N + n, tl.extra.libdevice.add_rn(x, y))
+    tl.store(out_ptr + 2 * N + n, tl.extra.libdevice.sub_rn(x, y))
+    tl.store(out_ptr + 3 * N + n, tl.extra.libdevice.div_rn(x, y))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounded_operations_of_the_vendor_library_are_not_contracted(dtype):
+    x, y = torch.randn(2, 128, dtype=dtype)
+    z = -(x * y)  # a contracted x * y + z is the error of the product, and not 0
+    out = torch.empty(4, 128, device="cuda", dtype=dtype)
+    rounded_kernel[(1,)](*on(x, y, z), out, N=128)
+    assert torch.equal(out.cpu(), torch.stack([torch.zeros(128, dtype=dtype), x + y, x - y, x / y]))
+
+
+@triton.jit
 def tanh_kernel(x_ptr, single_ptr, double_ptr, N: tl.constexpr):
     n = tl.arange(0, N)
     x = tl.load(x_ptr + n)

@@ -13,7 +13,7 @@ from triton.language import core
 _LIBDEVICE = {
     1: "acos acosh asin asinh atan atanh cbrt ceil cos cosh cospi erf erfc exp exp10 exp2 expm1 floor lgamma log log10 log1p "
     "log2 rint round rsqrt sin sinh sinpi sqrt tan tanh tgamma trunc isnan isinf isfinite signbit",
-    2: "atan2 copysign fdim fmod hypot nextafter pow remainder div_rn",
+    2: "atan2 copysign fdim fmod hypot nextafter pow remainder add_rn sub_rn mul_rn div_rn",
     3: "fma",
 }
 #: Other names of these functions in libdevice, and faster variants, which become the normal functions.
