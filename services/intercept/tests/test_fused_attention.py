@@ -306,6 +306,10 @@ CALLS = {
     "mask of keys": ((2, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 8), (2, 1, 1, 6), {}),
     "mask of heads": ((2, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 8), (4, 6, 6), {}),
     "three dimensions": ((4, 6, 8), (4, 6, 8), (4, 6, 8), None, {}),
+    "three dimensions, causal": ((4, 6, 8), (4, 7, 8), (4, 7, 8), None, {"is_causal": True}),
+    "three dimensions, shared heads": ((4, 6, 8), (2, 6, 8), (2, 6, 8), None, {"enable_gqa": True}),
+    "three dimensions, mask of heads": ((4, 6, 8), (4, 6, 8), (4, 6, 8), (4, 6, 6), {}),
+    "three dimensions, mask of rows": ((4, 6, 8), (4, 6, 8), (4, 6, 8), (6, 6), {}),
     "no keys": ((2, 4, 6, 8), (2, 4, 0, 8), (2, 4, 0, 8), None, {}),
 }
 

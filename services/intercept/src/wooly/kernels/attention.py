@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from wooly import native
 from wooly.kernels.whole import is_traced
@@ -45,6 +46,8 @@ _learn_fused = None if native.module is None else native.module.learn_fused
 #: Largest head of flash attention and of cuDNN's attention, in elements.
 _FLASH_WIDTH, _CUDNN_WIDTH = 256, 128
 _HALVES = (torch.float16, torch.bfloat16)
+#: Whether the CPU's fused kernel also computes calls without a batch.
+_LIBRARY_ADDS_BATCH = TorchVersion(torch.__version__) >= (2, 14)
 #: Maximum number of choices that are kept.
 _CHOICES_LIMIT = 16384
 _choices: dict[tuple[Any, ...], int] = {}
@@ -260,23 +263,25 @@ def fused_choice(
 
 def _library_computes(q: Question) -> bool:
     """Whether the CPU's fused kernel can compute a call, by PyTorch's rules. Sizes may be symbolic."""
-    query, key, value = q.tensors
-    if q.dropout or any(t.dim() != 4 for t in q.tensors):
+    flat = all(t.dim() == 3 for t in q.tensors) and _LIBRARY_ADDS_BATCH
+    if q.dropout or not (flat or all(t.dim() == 4 for t in q.tensors)):
         return False
-    batch, heads, rows, width = query.shape
-    columns, of_keys = key.size(2), key.size(1)
+    query, key, value = [(1, *t.shape) if flat else tuple(t.shape) for t in q.tensors]
+    batch, heads, rows, width = query
+    columns, of_keys = key[2], key[1]
     shared = q.gqa and isinstance(of_keys, int) and of_keys > 0 and heads % of_keys == 0
-    fits = all(t.size(0) == batch and t.size(3) == width and t.size(1) == of_keys for t in (key, value))
-    if not fits or value.size(2) != columns or not (shared or heads == of_keys):
+    fits = all(sizes[0] == batch and sizes[3] == width and sizes[1] == of_keys for sizes in (key, value))
+    if not fits or value[2] != columns or not (shared or heads == of_keys):
         return False
     if any(isinstance(n, int) and not n for n in (rows, columns)):  # a symbolic size is never 0
         return False
-    if any(t.stride(3) != 1 and t.size(3) != 1 for t in q.tensors):
+    if any(t.stride(-1) != 1 and t.size(-1) != 1 for t in q.tensors):
         return False
     if q.mask is None:
         return True
     whole = (batch, heads, rows, columns)[4 - q.mask.dim() :]
-    return q.mask.dim() in (2, 4) and all(n in (1, of) for n, of in zip(q.mask.shape, whole, strict=True))
+    dims = (1, 2, 3, 4) if flat else (2, 4)  # PyTorch adds the missing dimensions to the mask, too
+    return q.mask.dim() in dims and all(n in (1, of) for n, of in zip(q.mask.shape, whole, strict=True))
 
 
 def _with_four_dimensions(t: Tensor) -> Tensor:
