@@ -47,7 +47,7 @@ _learn_fused = None if native.module is None else native.module.learn_fused
 _FLASH_WIDTH, _CUDNN_WIDTH = 256, 128
 _HALVES = (torch.float16, torch.bfloat16)
 #: Whether the CPU's fused kernel also computes calls without a batch.
-_LIBRARY_ADDS_BATCH = TorchVersion(torch.__version__) >= (2, 14)
+_LIBRARY_ADDS_BATCH = TorchVersion(torch.__version__) >= "2.14"
 #: Maximum number of choices that are kept.
 _CHOICES_LIMIT = 16384
 _choices: dict[tuple[Any, ...], int] = {}
