@@ -922,6 +922,12 @@ def fake_device_patches(real: str, shown: str) -> Iterator[tuple[Any, str, Any]]
             return make(cls, fake_mode, elem, to_real(torch.device(device)), *args, **kwargs)
 
         yield FakeTensor, "__new__", staticmethod(new)
+
+        def move(t: Any, d: torch.device) -> None:
+            t.__dict__["fake_device"] = to_real(d)
+
+        # Views get their device by an assignment.
+        yield FakeTensor, "fake_device", property(lambda t: t.__dict__["fake_device"], move)
     yield FakeTensor, "device", property(say, device.fset)
 
 
