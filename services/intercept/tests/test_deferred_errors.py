@@ -194,7 +194,7 @@ NUMBERS = {
     "full_like": (lambda t: t.char(), torch.full_like, -128, -129),
     "masked_fill_": (lambda t: t.half(), lambda t, n: t.masked_fill_(t > 1, n), -2.0, -1e9),
     "scatter": (lambda t: t.half(), lambda t, n: t.scatter(0, torch.zeros_like(t, dtype=torch.long), n), 2.0, 1e9),
-    "clamp": (lambda t: t.byte(), lambda t, n: t.clamp(0, n), 2, 300),
+    "clamp": (lambda t: t.byte(), lambda t, n: t.clamp(n), 2, 300),
     "alpha": (lambda t: t.byte(), lambda t, n: t.add(t, alpha=n), 2, 300),
     "list": (lambda t: t.byte(), lambda t, n: torch._foreach_add([t], [t], alpha=n), 2, 300),
     "pow": (lambda t: t.long(), lambda t, n: t.pow(n), 2, -1),

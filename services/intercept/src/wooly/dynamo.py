@@ -131,6 +131,7 @@ def activate() -> None:
     """Change Dynamo's own modules now, or after their import. Programs also call Dynamo without `torch.compile`."""
     _rules.activate()
     _constructors.activate()
+    _interface.activate()
     _device_contexts.activate()
     _tracing.activate()
 
@@ -139,6 +140,7 @@ def deactivate() -> None:
     """Undo `activate`. Dynamo still does not trace Wooly's modules."""
     _rules.deactivate()
     _constructors.deactivate()
+    _interface.deactivate()
     _device_contexts.deactivate()
     _tracing.deactivate()
     while _replaced:
@@ -166,6 +168,13 @@ def _make_streams(utils: ModuleType) -> None:
         if hasattr(utils, name):
             _replaced.append((utils, name, getattr(utils, name)))
             setattr(utils, name, functools.partial(_made, kind))
+
+
+def _set_interface(interfaces: ModuleType) -> None:
+    """Let Dynamo know the facade's classes of streams and events, if it was imported before the facade was installed."""
+    for name in ("Stream", "Event"):
+        _replaced.append((interfaces.CudaInterface, name, getattr(interfaces.CudaInterface, name)))
+        setattr(interfaces.CudaInterface, name, getattr(torch.cuda, name))
 
 
 def _made(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -196,5 +205,6 @@ def _name_devices(tracing: ModuleType) -> None:
 
 _rules = AfterImport("torch._dynamo.trace_rules", _set_rules)
 _constructors = AfterImport("torch._dynamo.utils", _make_streams)
+_interface = AfterImport("torch._dynamo.device_interface", _set_interface)
 _device_contexts = AfterImport("torch._dynamo.variables.ctx_manager", _set_device_contexts)
 _tracing = AfterImport("torch.fx.experimental.proxy_tensor", _name_devices)
