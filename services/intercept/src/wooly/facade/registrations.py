@@ -186,7 +186,7 @@ def _call_parts(library: torch.library.Library, op_name: Any, register: Callable
         if space == "aten" and part in parts and not is_registered_in_python(op.name(), "AutogradPrivateUse1", ours):
             decompose = COMPOSED.get(op, op.decompose)
             for key in ("AutogradPrivateUse1", "PrivateUse1"):
-                register(ours, op, decompose, key)
+                register(ours, op, decompose, key, allow_override=True)
 
 
 def _until_removed(op: OpOverload) -> Callable[..., Any]:
