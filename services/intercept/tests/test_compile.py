@@ -582,7 +582,9 @@ class _Normed(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["exported", "moved", "decomposed", "loaded"])
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:The given buffer is not writable")  # of torch 2.11's `load`
+@pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore:The given buffer is not writable"
+)  # of torch 2.11's `load`
 def test_exported_program_runs_on_device(cuda, how):
     torch.manual_seed(0)
     model, x = _Normed(), torch.randn(3, 4)

@@ -8,10 +8,13 @@ import subprocess
 import sys
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
+from wooly import api
+from wooly.facade.saving import TOGETHER
 
 
 @pytest.fixture
@@ -173,3 +176,57 @@ def test_pickle_and_copies_to_device_under_default_device(sample):
             assert loaded["host"].device.type == "cpu"
             assert torch.equal(loaded["weight"], sample["weight"])
             assert loaded["turned"].tolist() == sample["turned"].tolist()
+
+
+@pytest.fixture
+def waits(cuda, monkeypatch):
+    """The reads for which the script has waited, as (buffer, offset, memory)."""
+    link, found = api.attached_links()[0], []
+    ask = link.ask
+    monkeypatch.setattr(link, "ask", lambda *args: found.append(args) or ask(*args))
+    return found
+
+
+def many(where):
+    """Sixty small tensors of several dtypes, two views of one storage, empty and large ones."""
+    dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+    found = {f"p{k}": torch.arange(k % 7 + 1, device=where).to(dtypes[k % 4]) for k in range(60)}
+    base = torch.arange(12.0, device=where)
+    large = torch.arange(50_000, device=where)
+    return found | {"row": base[4:8], "empty": torch.empty(0, 3, device=where), "large": large, "base": base}
+
+
+def test_torch_save_reads_many_small_tensors_with_one_wait(cuda, waits):
+    given, file = many(cuda), io.BytesIO()
+    torch.save({"optimizer": given, "step": 3}, file)
+    assert len(waits) <= 2 + len(given) // TOGETHER, len(waits)
+    file.seek(0)
+    found = torch.load(file, map_location="cpu")["optimizer"]
+    assert all(torch.equal(found[name], t) for name, t in many("cpu").items())
+    assert found["row"].untyped_storage().data_ptr() == found["base"].untyped_storage().data_ptr()
+    for t in given.values():  # a second file has the values of its time
+        t.copy_(t.flip(0)) if t.numel() else None
+    file = io.BytesIO()
+    torch.save(given, file)
+    file.seek(0)
+    assert torch.equal(
+        torch.load(file, map_location="cpu")["p5"], torch.arange(6, device="cpu").to(torch.bfloat16).flip(0)
+    )
+
+
+def test_safetensors_reads_many_small_tensors_with_one_wait(cuda, waits, tmp_path):
+    given = many(cuda)
+    del given["row"]  # safetensors refuses tensors that share memory
+    # This file has imported `save_file` before Wooly was enabled.
+    safetensors.torch.save_file(given, tmp_path / "weights.safetensors")
+    assert len(waits) <= 3 + len(given) // TOGETHER, len(waits)
+    found = load_file(tmp_path / "weights.safetensors")
+    assert all(torch.equal(found[name], t) for name, t in many("cpu").items() if name != "row")
+
+
+def test_error_of_an_operation_before_is_raised_by_torch_save(cuda):
+    given = many(cuda)
+    given["p3"] = torch.arange(4.0, device=cuda)[torch.tensor([9], device=cuda)]
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        torch.save(given, io.BytesIO())
+    torch.save(many(cuda), io.BytesIO())

@@ -39,6 +39,7 @@ from wooly.facade import (
     pinned,
     profiler,
     registrations,
+    saving,
     sources,
     state,
     streams,
@@ -129,6 +130,7 @@ class Facade:
             flags.patches(self._flags),
             default_dtype.patches(),
             state.patches(),
+            saving.patches(),
             self._answers.patches(),
             streams.patches(),
             cuda_graphs.patches(),
@@ -154,6 +156,7 @@ class Facade:
         triton_capture.activate(self._launches)
         generation.activate()
         functional_rng.activate()
+        saving.activate()
         sources.activate()
         ahead_of_time.activate()
         dynamo.activate()
@@ -187,6 +190,7 @@ class Facade:
         bitsandbytes.deactivate()
         handover.deactivate()
         functional_rng.deactivate()
+        saving.deactivate()
         generation.deactivate()
         sources.deactivate()
         ahead_of_time.deactivate()

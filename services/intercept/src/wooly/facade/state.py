@@ -48,11 +48,11 @@ def _storage_patches() -> Iterator[Patch]:
     def to(self: torch.UntypedStorage, *, device: Any, non_blocking: bool = False) -> torch.UntypedStorage:
         target = to_wooly(device)
         if raw_storage_device(self).type == NAME:
-            return self if target == raw_storage_device(self) else _bytes(self).to(target).untyped_storage()
+            return self if target == raw_storage_device(self) else bytes_of(self).to(target).untyped_storage()
         if not isinstance(target, torch.device) or target.type != NAME:
             moved: torch.UntypedStorage = real_to(self, device=device, non_blocking=non_blocking)
             return moved
-        return _bytes(self).to(target).untyped_storage()
+        return bytes_of(self).to(target).untyped_storage()
 
     def cuda(self: torch.UntypedStorage, device: Any = None, non_blocking: bool = False) -> torch.UntypedStorage:
         """`UntypedStorage.cuda`: the storage itself if it is on the device, else a copy on the device."""
@@ -69,7 +69,7 @@ def _storage_patches() -> Iterator[Patch]:
     yield (storage, "device", property(device))
 
 
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """The whole storage as a tensor of bytes."""
     empty = torch.empty(0, dtype=torch.uint8, device=raw_storage_device(storage))
     return empty.set_(storage, 0, (storage.nbytes(),), (1,))
