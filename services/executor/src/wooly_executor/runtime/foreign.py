@@ -26,8 +26,8 @@ from wooly_executor.plans.artifacts import ArtifactCache
 from wooly_executor.runtime.builds import Builder, Remote, Turns
 
 log = logging.getLogger("wooly.executor")
-#: Maximum number of compiled kernels in memory, over all sessions. The least recently used one is evicted.
-KERNELS_KEPT = 4096
+#: Maximum number of compiled kernels in memory, over all sessions, about half a MiB each. The least recently used one is evicted.
+KERNELS_KEPT = 1024
 #: Maximum size of the kernels' code on disk, in bytes.
 KERNEL_BYTES = 1 << 30
 #: Argument of a launch: a buffer as (address, bytes), or a scalar.
