@@ -84,6 +84,12 @@ def test_host_available_memory_is_the_least_of_the_machine_and_its_groups(machin
     assert host.available(machine(**over)) == 0
 
 
+def test_host_spare_memory_leaves_a_margin(machine):
+    assert host.spare(machine()) is None
+    assert host.spare(machine(**MEMINFO)) == (4 << 30) - (256 << 20)
+    assert host.spare(machine(**{"proc/meminfo": "MemAvailable: 1024 kB"})) == 0
+
+
 def test_host_available_memory_in_cgroup_version_1(machine):
     limits = {"memory/x/memory.limit_in_bytes": str(1 << 30), "memory/x/memory.usage_in_bytes": str(1 << 29)}
     root = machine(**MEMINFO, **files("4:memory:/x", **limits))
@@ -96,7 +102,7 @@ def test_process_that_takes_more_than_others_leave_gets_an_error_and_goes_on():
 import mmap
 from wooly_bus import host
 take = lambda n: mmap.mmap(-1, n, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-host.available = lambda: host._MARGIN + (600 << 20)
+host.available = lambda root: host._MARGIN + (600 << 20)
 host.bound(1 << 50)
 kept = take(400 << 20)
 try:
@@ -105,7 +111,7 @@ except OSError as e:
     print("refused", e.errno)
 host.bound(1 << 50)  # others left as much again
 kept = kept, take(400 << 20)
-host.available = lambda: 0
+host.available = lambda root: 0
 host.bound(1 << 50)
 kept = kept, take(20 << 20)
 try:

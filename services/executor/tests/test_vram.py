@@ -16,7 +16,7 @@ from wooly_executor.errors import AdmissionError
 from wooly_executor.memory.book import Scope
 from wooly_executor.memory.swap import Place, Policy
 from wooly_executor.swap_space import Copy
-from wooly_executor.vram import SwapSettings
+from wooly_executor.vram import SwapSettings, vram
 from wooly_executor.vram.swapping import Swapping
 from wooly_executor.weights import contents, pinned_weights
 from wooly_wis.dtypes import DType
@@ -131,6 +131,15 @@ def test_results_of_unknown_size_are_charged(device, wis):
     a.run(wis.body().free("y"), {"y": 2})
     assert a.stats()["own_bytes"] == 256
     device.check()
+
+
+def test_stats_of_a_cpu_device_say_what_other_processes_leave(make_device, tmp_path, monkeypatch):
+    device = make_device(memory=8 * MIB, swap=swap(tmp_path))
+    a = device.open("a")
+    monkeypatch.setattr(vram, "spare", lambda: 3 * MIB)
+    assert (a.stats()["machine_bytes"], a.stats()["available_bytes"]) == (3 * MIB, 8 * MIB)
+    monkeypatch.setattr(vram, "spare", lambda: None)
+    assert "machine_bytes" not in a.stats()
 
 
 def test_workspace_of_a_large_program_is_freed(device, wis):

@@ -568,6 +568,15 @@ def test_memory_statistics_count_tensors(cuda, no_garbage):
     assert 0 < free <= total
 
 
+def test_free_memory_is_at_most_what_the_devices_machine_has(cuda, monkeypatch):
+    link = device.current_devices().recorders[0].link
+    real = link.stats
+    monkeypatch.setattr(link, "stats", lambda *args: real(*args) | {"machine_bytes": 5 << 20})
+    assert torch.cuda.mem_get_info()[0] == 5 << 20
+    monkeypatch.setattr(link, "stats", lambda *args: {k: v for k, v in real(*args).items() if k != "machine_bytes"})
+    assert torch.cuda.mem_get_info()[0] > 5 << 20  # a GPU, or an executor of an earlier version
+
+
 def test_memory_stats_have_the_keys_of_the_native_allocator(cuda, no_garbage):
     before, stats = torch.cuda.memory_stats(), torch.cuda.memory_stats
     kept = [torch.zeros(1 << 18, device=cuda) for _ in range(3)]

@@ -186,9 +186,9 @@ def test_accelerator_reports_cuda(cuda):
     acc = torch.accelerator
     assert acc.current_accelerator() == torch.device("cuda") and acc.is_available() and acc.current_device_index() == 0
     assert acc.device_count() == torch.cuda.device_count() and acc.current_stream() == torch.cuda.current_stream()
-    assert (
-        acc.memory_allocated() == torch.cuda.memory_allocated() and acc.get_memory_info() == torch.cuda.mem_get_info()
-    )
+    assert acc.memory_allocated() == torch.cuda.memory_allocated()
+    (free, total), whole = acc.get_memory_info(), torch.cuda.mem_get_info()[1]  # other processes change what is free
+    assert 0 < free <= total == whole
     assert torch.get_device_module() is torch.cuda is torch.get_device_module("cuda")
     acc.set_device_index(0)
     with acc.device_index(0):

@@ -73,6 +73,16 @@ def available(root: Path = Path("/")) -> int | None:
     return found
 
 
+def spare(root: Path = Path("/")) -> int | None:
+    """Bytes that a process may still take, so that other processes keep a little; None if the system does not say it.
+
+    Args:
+        root: root of the file system.
+    """
+    left = available(root)
+    return None if left is None else max(left - _MARGIN, 0)
+
+
 def bound(nbytes: int) -> None:
     """Limit the private memory of this process: a larger allocation then fails, and the process continues.
 
@@ -85,10 +95,10 @@ def bound(nbytes: int) -> None:
     import resource  # not on Windows, whose clients ask for `cores`
 
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    left = available()
+    left = spare()
     if left is not None:
         own = int(_text(Path("/proc/self/statm")).split()[5]) * resource.getpagesize()
-        nbytes = min(nbytes, own + max(left - _MARGIN, _SMALL))
+        nbytes = min(nbytes, own + max(left, _SMALL))
     resource.setrlimit(resource.RLIMIT_DATA, (nbytes if hard < 0 else min(nbytes, hard), hard))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from wooly_bus.host import spare
 from wooly_dispatch.overcommit import Commitment, counted, promises
 from wooly_wis.frames import unpack_run
 from wooly_wis.messages import MemoryState
@@ -102,6 +103,7 @@ class Vram:
         patience = max(policy.idle_ns, settings.patience_ns)
         self._waiting = Waiting(self._residents, self._victims, self._swapping, dispatch, patience, post)
         self._dispatch = dispatch
+        self._of_machine = device.host
         self._retry = 0
 
     @property
@@ -373,8 +375,14 @@ class Vram:
         Args:
             session: the session.
             wanted: bytes that it wants to allocate. If they are not there, the key "shortage" has the error's text.
+
+        Returns:
+            The figures. If nothing is wanted, and the device's memory is the machine's, the key "machine_bytes" has what other
+            processes leave of it.
         """
-        return stats_of(session, self._residents, wanted)
+        found = stats_of(session, self._residents, wanted)
+        left = spare() if self._of_machine and not wanted else None
+        return found if left is None else found | {"machine_bytes": left}
 
     def check(self) -> None:
         """Check that the accounts, the bytes on the device and the copies elsewhere agree.

@@ -128,8 +128,9 @@ class Memory:
             return recorder.require_link().stats()
 
     def _info(self, heap: Heap) -> tuple[int, int]:
+        """Free and total bytes. The memory of a CPU device is its machine's, of which other processes take some, too."""
         asked = self._asked(heap)
-        return asked["available_bytes"], asked["quota_bytes"]
+        return min(asked["available_bytes"], asked.get("machine_bytes", asked["quota_bytes"])), asked["quota_bytes"]
 
     def _totals(self, heap: Heap) -> tuple[_Total, _Total]:
         """What was allocated and what was freed since the process began."""
