@@ -610,7 +610,8 @@ class RouterActor:
         """
         now = self.clock()
         self.registry.forget_old(now)
-        self._silent = {name: at for name, at in self._silent.items() if now - at[1] <= 2 * self.settings.lease_s}
+        known_s = 2 * self.settings.lease_s + LOST_AFTER_S  # late heartbeats are waited for, without an extension
+        self._silent = {name: at for name, at in self._silent.items() if now - at[1] <= known_s}
         await self.write_leases()
         records = [await self.world.tasks.get(task_id) for task_id in await self.world.tasks.lapsed(now)]
         over = [
