@@ -195,6 +195,19 @@ def test_product_with_packed_weights(seed, bits, second_format):
     torch.testing.assert_close(PLAIN.gptq_gemm(x, packed(q, 0), stored, scales, True, second_format, bits), want)
 
 
+@pytest.mark.parametrize("skip_scale", [(), (False,), (True,)])
+def test_latent_states_are_written_to_their_slots(skip_scale):
+    """In 8-bit floats, divided by the scale unless vLLM says that it is 1."""
+    states, positions = drawn(0, 3, 8), drawn(1, 3, 4)
+    slots = torch.tensor([5, -1, 2])  # blocks of two slots; padding goes to block 0
+    cache = torch.zeros(4, 2, 12, dtype=torch.uint8)
+    CACHE.concat_and_cache_mla(states, positions, cache, slots, "fp8", torch.tensor(0.25), *skip_scale)
+    expected = nearest_fp8(torch.cat((states, positions), 1) / (1 if skip_scale == (True,) else 0.25))
+    found = cache.view(torch.float8_e4m3fn).float()
+    assert torch.equal(found[2, 1], expected[0]) and torch.equal(found[1, 0], expected[2])
+    assert not found[3].any() and not found[1, 1].any()
+
+
 def test_installing_again_changes_nothing():
     before = len(operators._LIBRARIES)
     operators.install()

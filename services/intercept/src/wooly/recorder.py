@@ -910,7 +910,7 @@ class Recorder(ProgramFields):
         return found
 
     def note_reads_sent(self, count: int) -> None:
-        """The last frames are so many reads. They change nothing: what a program before them computed is known still."""
+        """The last `count` frames are reads. They change nothing, so the program before them may still be searched."""
         last, link = self._sent_last, self.link
         if last is not None and link is not None and link.position - count in (last.position, self._behind_reads):
             self._behind_reads = link.position

@@ -112,7 +112,7 @@ class HostValues:
             value = Value(self, recorder, link, programs)
             is_known = value.resolve(buffer, key)
             if not is_known or value.reads:
-                # What a program before the last reads computed may be known from what it was computed from.
+                # Reads change nothing: if only they were sent after the last program, its instructions are searched, too.
                 more = recorder.recent_programs(_MOST_WORDS, behind_reads=True)
                 if len(more) > len(programs):
                     other = Value(self, recorder, link, more)
