@@ -11,7 +11,7 @@ import re
 import torch
 
 WHOLE = re.compile(
-    r"^(clone|convolution|convolution_backward|native_dropout|embedding|linalg_lstsq|linear|range|kaiser_window|rms_norm"
+    r"^(clone|_grouped_mm|convolution|convolution_backward|native_dropout|embedding|linalg_lstsq|linear|range|kaiser_window|rms_norm"
     r"|cross_entropy_loss|abs_?|logical_(not|and|or|xor)_?|_scaled_dot_product_attention_math|(gru|lstm|rnn_tanh|rnn_relu)(_cell)?|_foreach_\w+)$"
 )
 #: Storage surgery, other layouts, packed or quantised weights, nested tensors, raw metadata, host-only or unchecked internals.
@@ -24,7 +24,7 @@ DENIED = re.compile(
     r"|^_unsafe_masked_index|^_thnn_fused|^choose_qparams|^_saturate|^_choose_qparams"
     r"|^unsafe_chunk|^_dyn_quant|^_mixed_dtypes|^_convert_indices|^_compute_linear|^_transform_bias|^_linear_fp16"
     r"|^_nnpack|^_?slow_conv|^q_|^int_repr|^dequantize|^_validate_comp|^_pad_packed"
-    r"|^_wrapped|^_grouped_mm|^_scaled_grouped|^_scaled_mm_v2|_conv_depthwise"
+    r"|^_wrapped|^_scaled_grouped|^_scaled_mm_v2|_conv_depthwise"
 )
 
 

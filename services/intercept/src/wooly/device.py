@@ -80,6 +80,8 @@ _WHOLE = (
     # ATen makes an empty result for these, and resizes it. They have opcodes, so plans can contain them.
     *("abs", "abs_", "logical_not", "logical_not_", "logical_and", "logical_and_", "logical_or", "logical_or_"),
     *("logical_xor", "logical_xor_"),
+    # ATen would read the offsets of the groups, and wait for them.
+    "_grouped_mm",
 )
 #: Factories that need a kernel here. ATen would compute their values with a CPU kernel.
 _FACTORIES = (

@@ -12,6 +12,8 @@ from wooly_executor.bounds.work import Given, Work, broadcast, product
 Rule = Callable[[Given], Work]
 #: Cost of one step of a recurrent layer besides its products, in elements: a dozen calls of small operators.
 STEP = 5_000
+#: Cost of the product of one group besides its numbers, in elements.
+GROUP = 500
 #: Cost of one head of an attention besides its scores, in elements.
 HEAD = 64
 
@@ -31,6 +33,17 @@ def _product(a: str, b: str) -> Rule:
         return _flops(given, 2 * batch * rows * k * columns)
 
     return rule
+
+
+def _grouped(given: Given) -> Work:
+    """Count a product of each group of rows, columns or inner elements. All groups together are as large as the whole matrix."""
+    left, right = given.sizes("self"), given.sizes("mat2")
+    if min(len(left), len(right)) < 2:
+        return _flops(given, given.touched())
+    groups = max([*given.sizes("offs")[:1], *[sizes[0] for sizes in (left, right) if len(sizes) > 2], 1])
+    batch = left[0] if len(left) == len(right) == 3 else 1
+    flops = 2 * batch * left[-2] * left[-1] * right[-1]
+    return Work(given.touched() + groups * GROUP, flops * given.factor())
 
 
 def _linear(given: Given) -> Work:
@@ -201,6 +214,7 @@ def _factorisation(given: Given) -> Work:
 PRODUCTS: dict[str, Rule] = {
     **dict.fromkeys(("mm", "_int_mm", "_scaled_mm"), _product("self", "mat2")),
     "bmm": _product("self", "mat2"),
+    "_grouped_mm": _grouped,
     **dict.fromkeys(("addmm", "_addmm_activation"), _product("mat1", "mat2")),
     **dict.fromkeys(("addbmm", "baddbmm"), _product("batch1", "batch2")),
     "addmv": _product("mat", "vec"),

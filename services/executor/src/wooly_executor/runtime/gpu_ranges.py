@@ -202,6 +202,17 @@ def _enough_source_elements(given: Arguments, word: Word) -> dict[str, Any]:
     return {"mask": mask & ~short}
 
 
+def _group_ends(given: Arguments, word: Word) -> dict[str, Any]:
+    """Check that the ends of the groups do not decrease, and lie within what is grouped: rows, columns or inner elements."""
+    left, right, ends = given["self"], given["mat2"], given["offs"]
+    if not isinstance(ends, Tensor) or not ends.numel():
+        return {}
+    most = left.shape[-1] if left.dim() == right.dim() == 2 else left.shape[0] if left.dim() == 2 else right.shape[-1]
+    nearest = ends.clamp(0, most).cummax(0).values.to(ends.dtype)
+    word.note((nearest != ends).any())
+    return {"offs": nearest}
+
+
 def _asserted(given: Arguments, word: Word) -> dict[str, Any]:
     own = given["self"]
     word.note(~own.to(torch.bool).all())
@@ -283,6 +294,7 @@ _RULES: dict[str, tuple[Rule, Exception]] = {
             _enough_source_elements,
             RuntimeError("Number of elements of source < number of ones in mask"),
         ),
+        ("_grouped_mm", _group_ends, IndexError("the ends of the groups must not decrease, and must be within the matrix")),
         ("_functional_assert_async", _asserted, RuntimeError("an assertion of the script failed")),
         ("repeat_interleave", _repeats, RuntimeError("repeats can not be negative")),
     )

@@ -95,6 +95,7 @@ _STAND_IN_LIMIT = 1 << 24
 _WIDENED = frozenset({torch.float16, torch.bfloat16})
 
 _CAT = "aten.cat.default"
+_GROUPED_MM = "aten._grouped_mm.default"
 _POWERS = frozenset({"aten.pow.Tensor_Scalar", "aten._foreach_pow.Scalar", "aten._foreach_pow.ScalarList"})
 #: Attention with the logarithms of its sums, which the CPU kernel computes in float64 for float64.
 _ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
@@ -169,6 +170,11 @@ def infer(
         if joined is not None:
             counts.on_meta += 1
             return [joined]
+    if facts.name == _GROUPED_MM and not on_host:
+        product = _grouped_product(facts, call)
+        if product is not None:
+            counts.on_meta += 1
+            return [product]
     on_host = (
         on_host
         or facts.name in INFERRED_ON_HOST
@@ -251,6 +257,44 @@ def _joined(call: Call) -> Tensor | None:
     if not any(suggested_format(t) is torch.contiguous_format for t in tensors):
         return None
     return torch.empty(sizes, dtype=dtype, device="meta")
+
+
+def _grouped_product(facts: OpFacts, call: Call) -> Tensor | None:
+    """The result of a product of groups; None: the library refuses the call. Its meta kernel knows bfloat16 only."""
+    left, right, ends = call.args[0], call.args[1], _given(facts, call, "offs", None)
+    bias, dtype = _given(facts, call, "bias", None), _given(facts, call, "out_dtype", None)
+    flat = [t.dim() == 2 for t in (left, right)]
+    if (
+        not {left.dim(), right.dim()} <= {2, 3}
+        or left.dtype is not right.dtype
+        or left.dtype not in (torch.float32, *_WIDENED)
+        or bias is not None
+        or dtype not in (None, left.dtype)
+        or any(flat) is not isinstance(ends, Tensor)
+        or not all(map(_is_aligned, (left, right)))
+        or left.shape[-1] != right.shape[-2]
+    ):
+        return None
+    sizes, groups = (left.shape[-2], right.shape[-1]), [t.shape[0] for t in (left, right) if t.dim() == 3]
+    if isinstance(ends, Tensor):
+        if ends.dtype is not torch.int32 or ends.dim() != 1:
+            return None
+        groups.append(ends.shape[0])
+    if any(n != groups[0] for n in groups):
+        return None
+    if flat[0] is flat[1]:
+        sizes = (groups[0], *sizes)
+    whole = 16 // left.itemsize  # rows begin at multiples of 16 bytes
+    padded = (*sizes[:-1], -(-sizes[-1] // whole) * whole)
+    return torch.empty_strided(sizes, contiguous_strides(padded), dtype=left.dtype, device="meta")
+
+
+def _is_aligned(t: Tensor) -> bool:
+    """Whether rows or columns of matrices are contiguous and begin at multiples of 16 bytes."""
+    whole, (rows, columns), (down, right) = 16 // t.itemsize, t.shape[-2:], t.stride()[-2:]
+    if down == 1 and right >= max(1, rows):
+        return right % whole == 0
+    return right == 1 and down >= max(1, columns) and down % whole == 0
 
 
 def _infer_extension(facts: OpFacts, call: Call, counts: Inferences) -> list[Tensor | None]:
