@@ -141,6 +141,18 @@ F = DType.F32
         ),
         (
             extern(
+                "aten._grouped_mm.default",
+                [repeated(10**4, 1000), repeated(64, 1000, 500), dense(DType.I32, 64)],
+                [ref(0), ref(1), ref(2)],
+            ),
+            2 * 10**4 * 1000 * 500,
+        ),
+        (
+            extern("aten._grouped_mm.default", [repeated(7, 100, 200), repeated(7, 200, 30)], [ref(0), ref(1)]),
+            2 * 7 * 100 * 200 * 30,
+        ),
+        (
+            extern(
                 "aten.convolution.default",
                 [repeated(2, 3, 64, 64), repeated(8, 3, 5, 5)],
                 [ref(0), ref(1), None, (1, 1), (1000, 1000), (1, 1), False, (0, 0), 1],

@@ -121,6 +121,11 @@ CASES = [
     (aten.max_unpool3d.default, (x(1, 1, 1, 2), ints([[[0, 7]]]), [2, 2, 2], [2] * 3, [0] * 3), 1, ints([[[0, -1]]])),
     (aten.masked_scatter_.default, (x(3), torch.tensor([True, False, True]), x(2)), 1, torch.ones(3) > 0),
     (aten.repeat_interleave.Tensor, (ints(0, 2),), 0, ints(-1, 2)),
+    (aten._grouped_mm.default, (x(6, 8), x(2, 8, 4), ints(2, 6).int()), 2, ints(2, 7).int()),
+    (aten._grouped_mm.default, (x(6, 8), x(2, 8, 4), ints(2, 6).int()), 2, ints(4, 2).int()),
+    (aten._grouped_mm.default, (x(2, 3, 8), x(8, 12), ints(0, 12).int()), 2, ints(-1, 12).int()),
+    (aten._grouped_mm.default, (x(4, 8), x(8, 4), ints(3, 8).int()), 2, ints(3, 9).int()),
+    (aten._grouped_mm.default, (x(2, 3, 8), x(2, 8, 4)), None, None),
     (aten._functional_assert_async.msg, (torch.tensor(True), "no", x(1)), 0, torch.tensor(False)),
 ]
 

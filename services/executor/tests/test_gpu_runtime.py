@@ -14,9 +14,11 @@ from wooly_executor.errors import ContextLostError, OperationError
 from wooly_executor.memory.swap import Policy
 from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime.buffers import TORCH_DTYPE, Buffer
+from wooly_executor.runtime.calls import library_call
 from wooly_executor.runtime.captures import InvalidCaptureError
 from wooly_executor.runtime.graphs import IDLE, PATIENCE, STEADY, History
 from wooly_executor.runtime.protocol import PlanRuntime
+from wooly_executor.runtime.synchronising import waits
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.vram import SwapSettings
 from wooly_testkit.tape import Tape
@@ -25,7 +27,8 @@ from wooly_wis.codec import encode_program
 from wooly_wis.dtypes import DType
 from wooly_wis.frames import Kind
 from wooly_wis.kernel import text as kernel_text
-from wooly_wis.program import OperandRef, ParamKind, ParamRef, View
+from wooly_wis.program import Form as Instruction
+from wooly_wis.program import Operand, OperandRef, ParamKind, ParamRef, Role, View
 
 from services.executor.tests.fake_gpu import LAUNCH_NS, FakeDriver, gpu_runtime
 
@@ -564,6 +567,14 @@ def test_graphs_step_that_waits_splits_stretch(gpu, cpu, driver):
     ((found),) = prepared.stretches.values()
     assert len(found) == 2 and driver.captures == 2 and driver.replays > 20
     equal(ours, theirs)
+
+
+def test_product_of_groups_waits_except_in_bfloat16():
+    for dtype, waiting in ((DType.BF16, False), (DType.F16, True), (DType.F32, True)):
+        operands = [View(dtype, (6, 8), (8, 1)), View(dtype, (2, 8, 16), (128, 16, 1)), View(DType.I32, (2,), (1,))]
+        call = ("args", tuple([OperandRef(k) for k in range(3)])), ("name", "aten._grouped_mm.default")
+        form = Instruction("extern", tuple([Operand(Role.IN, view) for view in operands]), (), call)
+        assert waits(library_call(form), form) is waiting
 
 
 def test_graphs_unknown_step_that_waits_is_found_by_failed_capture(gpu, cpu, driver, monkeypatch):

@@ -305,3 +305,52 @@ def step(pool, read, what, i, j, number):
 @given(steps=STEPS, dtypes=st.lists(VALUES, min_size=2, max_size=6))
 def test_small_values_are_those_of_the_cpu(cuda, steps, dtypes):
     assert script(steps, dtypes, cuda) == script(steps, dtypes, "cpu")
+
+
+def test_masks_of_one_small_value_need_one_wait(cuda, waits):
+    experts, tokens = torch.tensor([0, 2, 1, 2, 0, 0]), torch.randn(6, 4)
+    there, x = experts.to(cuda).float().exp().log().round().long(), tokens.to(cuda)
+    torch.cuda.synchronize()
+    waits()
+    for k in range(4):
+        (rows,) = torch.where(there == k)
+        assert rows.tolist() == torch.where(experts == k)[0].tolist()
+        assert torch.equal(x[there == k].cpu(), tokens[experts == k])
+    assert waits() == 1
+
+
+def test_result_whose_shape_depends_on_a_small_mask_is_recorded_as_other_results(cuda, waits):
+    t, mask = torch.randn(5, 3), torch.tensor([True, False, True, True, False])
+    x, there = t.to(cuda), mask.to(cuda).float().exp().log().round().bool()
+    torch.cuda.synchronize()
+    waits()
+    for select in (
+        lambda t, mask: t[mask],
+        lambda t, mask: t[mask] * t[~mask].sum(),
+        lambda t, mask: t[:, 1].masked_select(mask),
+        lambda t, mask: t.masked_select(mask[:, None]),
+        lambda t, mask: t[:, :1].masked_select(mask),
+        lambda t, mask: mask.nonzero(),
+        lambda t, mask: mask.long().unique(),
+        lambda t, mask: torch.bincount(mask.long()),
+        lambda t, mask: t.repeat_interleave(mask.long(), 0),
+    ):
+        found = select(x, there)
+        assert waits() <= 1  # the mask, once
+        assert torch.equal(found.cpu(), select(t, mask))
+        waits()
+
+
+def test_large_mask_is_not_read(cuda):
+    x = torch.randn(300, 300, device=cuda)
+    link = attached_links()[0]
+    before = link.bytes_received
+    assert x[x > 9].numel() == 0 and x.masked_select(x > 9).numel() == 0 and (x > 9).nonzero().numel() == 0
+    assert link.bytes_received - before < 2000
+
+
+def test_weights_of_counts_are_not_read_in_vain(cuda, waits):
+    there, weights = [t.to(cuda).float().exp().log().round() for t in (torch.tensor([0, 2, 2]), torch.ones(3))]
+    torch.cuda.synchronize()
+    waits()
+    assert torch.bincount(there.long(), weights).shape == (3,) and waits() == 1

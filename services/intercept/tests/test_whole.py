@@ -369,3 +369,69 @@ def test_tangent_of_forward_mode_equals_cpu(cuda, name, requires_grad):
                 raise
             found.append([t.detach().cpu() for t in result])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def laid_out_on(where, t):
+    """A copy of a tensor with the same strides on a device."""
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=where).copy_(t)
+
+
+GROUPED = {
+    "rows": ((6, 8), (2, 8, 16), (2, 6)),
+    "rows, an empty group": ((6, 8), (3, 8, 16), (2, 2, 6)),
+    "columns": ((2, 3, 8), (8, 24), (8, 24)),
+    "inner elements": ((4, 16), (16, 8), (8, 16)),
+    "two batches": ((2, 3, 8), (2, 8, 16), None),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", GROUPED)
+def test_products_of_groups_equal_cpu_and_need_no_wait(cuda, name, dtype):
+    left, right, ends = GROUPED[name]
+    link = device.current().recorder.require_link()
+    found = []
+    for where in ("cpu", "cuda"):
+        a, b = [t.to(where, dtype).detach().requires_grad_() for t in leaves(left, right)]
+        offsets = None if ends is None else torch.tensor(ends, dtype=torch.int32, device=where)
+        before = link.syncs
+        result = F.grouped_mm(a, b, offs=offsets)
+        result.float().sin().sum().backward()
+        assert link.syncs == before
+        found.append([t.detach() for t in (result, a.grad, b.grad)])
+    for here, there in zip(*found, strict=True):
+        assert here.stride() == there.stride() and torch.equal(here, there.cpu())
+
+
+def test_product_of_groups_of_columns_in_memory_has_rows_at_multiples_of_16_bytes(cuda):
+    a, b = leaves((6, 8), (2, 5, 8))
+    offsets = torch.tensor([2, 6], dtype=torch.int32)
+    here = F.grouped_mm(a, b.mT, offs=offsets)
+    there = F.grouped_mm(a.to(cuda), b.to(cuda).mT, offs=offsets.to(cuda))
+    assert here.stride() == there.stride() == (8, 1) and torch.equal(here, there.cpu())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"offs": None}, "Have to provide offsets"),
+        ({"offs": torch.tensor([2, 6])}, "Offsets have to be int32"),
+        ({"offs": torch.tensor([6], dtype=torch.int32)}, "batch sizes have to match"),
+        ({"mat_a": torch.randn(6, 8).double()}, "Expected mat_a to be Float32, BFloat16 or Float16"),
+        ({"mat_a": torch.randn(6, 4)}, "contraction dimension"),
+        ({"mat_a": torch.randn(6, 9)[:, :8]}, "multiple of 16 bytes"),
+        ({"bias": torch.randn(16)}, "Bias not supported yet"),
+        ({"out_dtype": torch.bfloat16}, "output dtype must match"),
+    ],
+)
+def test_wrong_product_of_groups_raises_error_of_pytorch_at_the_call(cuda, change, message):
+    given = {
+        "mat_a": torch.randn(6, 8),
+        "mat_b": torch.randn(2, 8, 16),
+        "offs": torch.tensor([2, 6], dtype=torch.int32),
+    }
+    given |= change
+    for where in ("cpu", cuda):
+        placed = {k: laid_out_on(where, v) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+        with pytest.raises(RuntimeError, match=message):
+            F.grouped_mm(placed.pop("mat_a"), placed.pop("mat_b"), **placed)

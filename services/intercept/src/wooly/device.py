@@ -38,6 +38,7 @@ from wooly.kernels import (
 )
 from wooly.kernels.autocast import Autocast
 from wooly.kernels.device_copies import DeviceCopies
+from wooly.kernels.exact import EXACT_DYNAMIC
 from wooly.kernels.extensions import Extensions, register_autocast
 from wooly.kernels.factories import Factories
 from wooly.kernels.fused_attention import FusedAttention, NestedAttention
@@ -46,7 +47,7 @@ from wooly.kernels.host_values import HostValues
 from wooly.kernels.launch import Launches
 from wooly.kernels.nested import dense_kernels, register_nested
 from wooly.kernels.quantised.registration import register_quantised
-from wooly.kernels.reading import Reading
+from wooly.kernels.reading import MAX_READ_FOR_SHAPE, Reading
 from wooly.kernels.recursive_filter import register_recursive_filter
 from wooly.kernels.schema import OpFacts
 from wooly.kernels.sparse.calls import SparseCalls
@@ -326,7 +327,11 @@ class RegisteredDevice:
         if name in indexing.FILLING:
             kernel = indexing.with_host_target(kernel, op)
         if bare in indexing.INDEXED:
-            kernel = indexing.with_host_indices(kernel, op, self.reading.known_value)
+            kernel = indexing.with_host_indices(kernel, op, self.reading.value_for_shape)
+        if name == "masked_select":
+            kernel = indexing.masked_select(kernel, MAX_READ_FOR_SHAPE, self.reading.value_for_shape)
+        elif str(op) in EXACT_DYNAMIC:
+            kernel = indexing.with_small_values(kernel, EXACT_DYNAMIC[str(op)], self.reading.value_for_shape)
         # What those kernels look at is part of a native signature, so Python teaches only calls that it records as they are.
         teachable = kernel is generic or bare in _TEACHABLE or name in indexing.ON_EXPANDED or name in indexing.FILLING
         if teachable and name != "_convolution":  # `_register_whole` replaces its kernel

@@ -176,7 +176,8 @@ class EarlyReads:
                 # The same words may come with a smaller buffer. And the first turn of a loop begins at another place than the
                 # next ones: one turn later, all values of a program are predicted at once, so that it has one end.
                 return
-            if (worked or not is_last) and (program.place, view) not in self._refused:
+            # At the end of the last program, one read gains nothing. But further ones come with the first.
+            if (worked or not is_last or self._reads) and (program.place, view) not in self._refused:
                 self._predict(program.place, EarlyRead(words, count, (EarlyValue(slot, view, nbytes),)))
             return
 

@@ -28,6 +28,7 @@ from wooly.native import ProgramFields
 from wooly.origins import Origin, origin
 from wooly.program_limits import ProgramLimits
 from wooly.python_private import unlock_after_fork
+from wooly.read_ahead import ReadAhead
 from wooly.rng import Generator
 from wooly.storage import ID_MASK, NO_LIMIT, Heap
 
@@ -237,6 +238,7 @@ class Recorder(ProgramFields):
         opener: opens the session; None if the session is open, or if nobody asked for one.
         programs_dir: folder to which new programs are written as ``<digest>.wis``; None: they are not written.
         early_reads: predicts which values the script reads.
+        read_ahead: knows in which order tensors were uploaded and read.
         read_early: sends the open program, and begins to read values of buffers. Returns whether it did.
     """
 
@@ -274,6 +276,7 @@ class Recorder(ProgramFields):
         self._kept_whole: set[Outline] = set()
         self._without_end_form = 0
         self.early_reads = EarlyReads(self._writes_of, self._extent_of)
+        self.read_ahead = ReadAhead()
         self.read_early: Callable[[Recorder, list[tuple[int, EarlyValue]]], bool] | None = None
         self._early: EarlyRead | None = None
         self._limits = ProgramLimits(limit)
@@ -983,6 +986,7 @@ class Recorder(ProgramFields):
             self.heap.recycle(self.end_capture().freed)
         self._sent.clear()
         self.early_reads = EarlyReads(self._writes_of, self._extent_of)
+        self.read_ahead = ReadAhead()
         self._early = self._sent_last = None
         self._reset_program()
         self.link = None

@@ -33,6 +33,7 @@ from torch._C import DispatchKey as DispatchKey
 from torch._C import DispatchKeySet
 from torch._C._dynamo.guards import _reinterpret_tensor  # type: ignore[attr-defined] # its stub is not complete
 from torch._prims_common import suggest_memory_format
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined] # its stub does not know it
 from torch.sparse._semi_structured_conversions import sparse_semi_structured_to_dense_cutlass
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -805,6 +806,12 @@ def redispatch_cuda_autocast(op: torch._ops.OpOverload) -> Callable[..., Any]:
         return call(keys, *args, **kwargs)
 
     return run
+
+
+def storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    """The storage of a weak reference; None if it was freed."""
+    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return found
 
 
 def has_kernel(op_name: str, key: str) -> bool:

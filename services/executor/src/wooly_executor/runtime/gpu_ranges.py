@@ -294,7 +294,11 @@ _RULES: dict[str, tuple[Rule, Exception]] = {
             _enough_source_elements,
             RuntimeError("Number of elements of source < number of ones in mask"),
         ),
-        ("_grouped_mm", _group_ends, IndexError("the ends of the groups must not decrease, and must be within the matrix")),
+        (
+            "_grouped_mm",
+            _group_ends,
+            IndexError("the ends of the groups must not decrease, and must be within the matrix"),
+        ),
         ("_functional_assert_async", _asserted, RuntimeError("an assertion of the script failed")),
         ("repeat_interleave", _repeats, RuntimeError("repeats can not be negative")),
     )

@@ -114,7 +114,7 @@ _EXACT_EXTERNS: Mapping[str, frozenset[torch.dtype]] = {
     "aten.index.Tensor": REAL,
 }
 #: Library operators whose shapes depend on data, and the same.
-_EXACT_DYNAMIC: Mapping[str, frozenset[torch.dtype]] = {
+EXACT_DYNAMIC: Mapping[str, frozenset[torch.dtype]] = {
     "aten.nonzero.default": REAL,
     "aten.masked_select.default": REAL,
     "aten.repeat_interleave.Tensor": INTEGERS,
@@ -241,7 +241,7 @@ def exact_dynamic(form: Form) -> Callable[[Sequence[Tensor | None], Numbers], An
         form: the form of the call.
     """
     dtypes = [TORCH_DTYPES[o.view.dtype] for o in form.operands if o.view is not None]
-    exact = _EXACT_DYNAMIC.get(str(form.attr("name")), frozenset()).issuperset(dtypes)
+    exact = EXACT_DYNAMIC.get(str(form.attr("name")), frozenset()).issuperset(dtypes)
     if not exact or _attributes(form) or any(o.role is Role.INOUT for o in form.operands):
         return None
     return _library_call(form)

@@ -27,8 +27,9 @@ from wooly.link import Link, ViewKey
 from wooly.recorder import RecentProgram, Recorder
 from wooly.sync_debug import sync_debug
 
-#: Maximum number and size, in bytes, of operands that are read in place of a value. Larger ones are if the value is as large.
-_MAX_READS, _MAX_READ_BYTES = 2, 256
+#: Maximum number and size, in bytes, of operands that are read in place of a value. Larger ones are if the value is large: a
+#: comparison of integers has an eighth of their bytes.
+_MAX_READS, _MAX_READ_BYTES, _MAX_READ_RATIO = 2, 256, 8
 #: Maximum number of instructions that are computed for one value.
 _MAX_STEPS = 48
 #: Maximum number of words of programs that are searched for what computed a value. The search takes about 0.1 us for each.
@@ -336,7 +337,7 @@ class Value:
             nbytes = nbytes_of(key)
             if len(self._read) >= _MAX_READS or not nbytes or not is_dense(key):
                 return None
-            if nbytes > _MAX_READ_BYTES and nbytes > nbytes_of(self._wanted):
+            if nbytes > max(_MAX_READ_BYTES, _MAX_READ_RATIO * nbytes_of(self._wanted)):
                 return None
             if not self._is_alive(buffer) or self._link.is_shared(buffer):
                 return None

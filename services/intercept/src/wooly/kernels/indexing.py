@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,7 @@ def with_host_indices(record: Kernel, op: OpOverload, known: Callable[[Tensor], 
     Args:
         record: the kernel for indices on the device.
         op: the operator.
-        known: returns a host copy of a tensor on the device, if there is one without waiting for the device.
+        known: returns a host copy of a mask on the device, if it is known or small.
     """
     shape_depends_on_masks = op.overloadpacket.__name__ in ("index", "_unsafe_index")
 
@@ -47,6 +48,46 @@ def with_host_indices(record: Kernel, op: OpOverload, known: Callable[[Tensor], 
         if t.is_cpu:
             raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
         return record(t, indices, *args, **kwargs)
+
+    return run
+
+
+def with_small_values(
+    record: Kernel, dtypes: frozenset[torch.dtype], known: Callable[[Tensor], Tensor | None]
+) -> Kernel:
+    """Wrap an operator whose result's shape depends on data. If its operands are small, the host computes the result.
+
+    Args:
+        record: the kernel, which computes on the host what is known there.
+        dtypes: dtypes of operands for which it does.
+        known: returns a host copy of a tensor on the device, if it is known or small.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        operands = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        if all(t.dtype in dtypes for t in operands):
+            all(known(t) is not None for t in operands)
+        return record(*args, **kwargs)
+
+    return run
+
+
+def masked_select(record: Kernel, most: int, known: Callable[[Tensor], Tensor | None]) -> Kernel:
+    """Wrap `aten.masked_select`. The indices of a small mask give a result whose size is known without waiting for it.
+
+    Args:
+        record: the kernel.
+        most: maximum number of elements of which some are selected by indices.
+        known: returns a host copy of a mask on the device, if it is known or small.
+    """
+
+    def run(t: Tensor, mask: Tensor) -> Any:
+        if mask.dtype is torch.bool and raw_device(mask) == raw_device(t):
+            sizes = torch.broadcast_shapes(t.shape, mask.shape)
+            host = known(mask) if 0 < math.prod(sizes) <= most else None
+            if host is not None:
+                return t.expand(sizes)[host.expand(sizes)]
+        return record(t, mask)
 
     return run
 

@@ -40,6 +40,8 @@ from wooly.recorder import Recorder
 from wooly.storage import ID_SHIFT, OFFSET_MASK, address_of, pinned
 from wooly.torch_private import raw_device
 
+#: Maximum size, in bytes, of values that are read because they decide the shape of a result.
+MAX_READ_FOR_SHAPE = 1024
 #: Whether autograd may keep the numbers of calls.
 _keeps_numbers = torch.is_grad_enabled
 
@@ -105,7 +107,7 @@ class Reading:
                 self._copies.record(dense, t)
                 host = self.to_host(dense)
             else:
-                host = self._read_dense(recorder, link, buffer, key)
+                host = self._read_dense(recorder, link, buffer, key, t)
             link.keep(buffer, key, host)
             return host
 
@@ -156,6 +158,23 @@ class Reading:
             if host is not None:
                 wait_as_cuda(recorder, link)
             return host
+
+    def value_for_shape(self, t: Tensor) -> Tensor | None:
+        """A host copy of a device tensor that decides the shape of a result: known, or read now if it is small.
+
+        The wait is the same as for the shape. But the script often makes other decisions by the same values, and a loop may read
+        them early (`early_reads`).
+        """
+        known = self.known_value(t)
+        if known is not None or not 0 < t.numel() * t.element_size() <= MAX_READ_FOR_SHAPE or t.dtype not in REAL:
+            return known
+        recorder = self._devices.at(address_of(t))
+        link = recorder.link
+        if link is None or recorder.capture is not None or recorder.recording:
+            return None
+        if link.recording or link.log is not None or link.shares_now:
+            return None
+        return self.to_host(t)
 
     def local_scalar_dense(self, t: Tensor) -> Any:
         """`aten._local_scalar_dense`, which `.item()` calls, and each call that takes a tensor as a number."""
@@ -232,9 +251,12 @@ class Reading:
             if recorder.capture is not None:
                 recorder.capture.refuse()
             recorder.flush()
-            holder = recorder.lazy_clones.holder(at >> ID_SHIFT)
-            recorder.require_link().read(holder, at & OFFSET_MASK, bytes_of(dst.detach()))
+            holder, link = recorder.lazy_clones.holder(at >> ID_SHIFT), recorder.require_link()
+            ahead = self._read_ahead(recorder, link, src)
+            recorder.read_ahead.read(src, view_key(src, at), src.numel() * src.element_size())
+            link.read(holder, at & OFFSET_MASK, bytes_of(dst.detach()))
             recorder.idle()
+            self._keep_read_ahead(link, ahead)
         return True
 
     @staticmethod
@@ -325,9 +347,16 @@ class Reading:
         link.keep(buffer, whole, host)
         return part_of(host, whole, key)
 
-    @staticmethod
-    def _read_dense(recorder: Recorder, link: Link, buffer: int, key: ViewKey) -> Tensor:
-        """Send the open program, and wait for the values of a dense view."""
+    def _read_dense(self, recorder: Recorder, link: Link, buffer: int, key: ViewKey, t: Tensor | None = None) -> Tensor:
+        """Send the open program, and wait for the values of a dense view.
+
+        Args:
+            recorder: the recorder of the device.
+            link: its link.
+            buffer: the buffer.
+            key: the view.
+            t: the tensor that the script reads; None: the client reads for another purpose.
+        """
         offset, dtype, shape, stride = key
         nbytes = prod(shape) * dtype.itemsize
         if nbytes and recorder.open:
@@ -336,6 +365,7 @@ class Reading:
         if not nbytes:
             recorder.idle()
             return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+        ahead = [] if t is None else self._read_ahead(recorder, link, t)
         host: Tensor | None = None
         small = bytearray(nbytes) if nbytes <= MAX_EARLY_BYTES and dtype in REAL else None
         if small is None:
@@ -343,19 +373,49 @@ class Reading:
         else:
             memory = memoryview(small)
         pending = link.ask(buffer, offset, memory)
-        recorder.note_reads_sent(1)
+        recorder.note_reads_sent(1 + len(ahead))
         try:  # what does not need the answer is done here, while the executor works
             if host is None:
                 host = tensor_on(small, dtype, shape, stride)
             where = origin()
             if nbytes <= MAX_EARLY_BYTES:
                 recorder.note_read(buffer, key, nbytes, offset + nbytes, where)
+            if t is not None:
+                recorder.read_ahead.read(t, key, nbytes)
             recorder.idle()
         except BaseException:
             link.abandon(pending)
             raise
         link.take(memory, pending, where)
+        self._keep_read_ahead(link, ahead)
         return host
+
+    @staticmethod
+    def _read_ahead(recorder: Recorder, link: Link, t: Tensor) -> list[tuple[Range, Tensor]]:
+        """Ask for the tensors that the script will probably read after `t`, in the same message as what is sent next.
+
+        Returns:
+            What is read, and the host copies, which are complete when a later read is answered.
+        """
+        if recorder.recording or link.recording or link.log is not None or link.many_reads_started:
+            return []
+        found = []
+        for storage, view in recorder.read_ahead.followers(t):
+            buffer = recorder.lazy_clones.holder(storage.data_ptr() >> ID_SHIFT)
+            if link.mirrors_of(buffer) or link.is_shared(buffer):
+                continue
+            host, memory = host_memory(view[1], view[2], view[3], nbytes_of(view))
+            link.hold()
+            link.fetch(buffer, view[0], memory, host)
+            found.append((Range(buffer, view), host))
+        return found
+
+    @staticmethod
+    def _keep_read_ahead(link: Link, ahead: list[tuple[Range, Tensor]]) -> None:
+        if ahead:
+            link.finish_reads()
+        for place, host in ahead:
+            link.keep(*place, host)
 
     def kernels(self) -> dict[str, Callable[..., Any]]:
         """The kernels by operator name, for registration under PrivateUse1."""

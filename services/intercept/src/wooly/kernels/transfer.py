@@ -190,6 +190,7 @@ class Transfer:
                 upload(link, buffer, data)
             else:
                 link.write(buffer, at & OFFSET_MASK, data)
+            recorder.read_ahead.uploaded(dst, view_key(dst, at), len(data))
             self._keep_uploaded(link, dst, host)
 
     @staticmethod
