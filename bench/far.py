@@ -38,6 +38,9 @@ GOALS = {
     "train, short steps": {},
     "ten losses per step": {},
     "steps of an actor": {},
+    "copies of a model's state": {},
+    "k-means": {},
+    "generate, experts": {},
 }
 #: Hidden layers and number of steps of the trainings. A step of the first one takes about as long as a distant round trip.
 TRAININGS = {"train": ((1024, 1024), 20), "train, short steps": ((256,), 50)}
@@ -123,6 +126,67 @@ def actor():
     return act
 
 
+def copies():
+    """Three training steps of a model with 40 layers. After each, its state is copied to the host, as scripts keep the best."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(48, 48) for _ in range(40)]).to("cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batch = torch.randn(8, 48).to("cuda")
+
+    def train(steps=3):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            best = {name: t.cpu() for name, t in model.state_dict().items()}
+        return sum([t.double().sum().item() for t in best.values()])
+
+    return train
+
+
+def clusters():
+    """Ten iterations of k-means: each of five means is that of the rows that a mask selects."""
+    torch.manual_seed(0)
+    points = torch.randn(500, 4).to("cuda")
+
+    def fit(iterations=10):
+        means = points[:5].clone()
+        for _ in range(iterations):
+            nearest = torch.cdist(points, means).argmin(1)
+            for k in range(5):
+                means[k] = points[nearest == k].mean(0)
+        return means.tolist()
+
+    return fit
+
+
+def experts():
+    """Sixteen tokens of a mixture of experts: Qwen3-MoE with 4 layers, random weights."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 8}
+    config = Qwen3MoeConfig(vocab_size=1000, max_position_embeddings=256, num_experts_per_tok=2, **sizes, **heads)
+    model = Qwen3MoeForCausalLM(config).to("cuda").eval()
+    prompt = torch.arange(5, 13).unsqueeze(0).to("cuda")
+
+    def generate():
+        return model.generate(prompt, max_new_tokens=16, min_new_tokens=16, do_sample=False, pad_token_id=0).tolist()
+
+    return generate
+
+
+#: Scripts of which each phase runs once before.
+SCRIPTS = {
+    "ten losses per step": losses_of_parts,
+    "steps of an actor": actor,
+    "copies of a model's state": copies,
+    "k-means": clusters,
+    "generate, experts": experts,
+}
+
+
 def session(endpoint, running, folder, compiled):
     """Run all phases in one session. Returns per phase: seconds, trips, bytes up, result; and the lines that waited longest."""
     from transformers import LlamaForCausalLM
@@ -162,7 +226,8 @@ def session(endpoint, running, folder, compiled):
         train = trainer(hidden, steps)
         train(5)
         phase(name, train)
-    for name, made in (("ten losses per step", losses_of_parts()), ("steps of an actor", actor())):
+    for name, make in SCRIPTS.items():
+        made = make()
         made()
         phase(name, made)
     lines = api.session_stats()["lines"]
