@@ -66,7 +66,8 @@ class Reading:
     """The reads of all devices.
 
     Attributes:
-        reads: number of times that device data was read to the host, from the executor or from the cache of host copies.
+        reads: number of times that device data was read to the host, from the executor or from the cache of host copies. Values
+            that decide the shape of a result are not counted.
     """
 
     def __init__(self, devices: Devices, host_values: HostValues, copies: DeviceCopies) -> None:
@@ -79,9 +80,12 @@ class Reading:
 
     def to_host(self, t: Tensor) -> Tensor:
         """A host copy of a device tensor. If the buffer was read before and not written since, the copy comes from the cache."""
+        self.reads += 1
+        return self._host_copy(t)
+
+    def _host_copy(self, t: Tensor) -> Tensor:
         at = address_of(t)
         recorder = self._devices.at(at)
-        self.reads += 1
         with recorder.lock:
             recorder.reads += 1
             if recorder.capture is not None:
@@ -105,7 +109,7 @@ class Reading:
             if not is_dense_tensor(t):
                 dense = torch.empty(t.shape, dtype=t.dtype, device=raw_device(t))
                 self._copies.record(dense, t)
-                host = self.to_host(dense)
+                host = self._host_copy(dense)
             else:
                 host = self._read_dense(recorder, link, buffer, key, t)
             link.keep(buffer, key, host)
@@ -174,7 +178,7 @@ class Reading:
             return None
         if link.recording or link.log is not None or link.shares_now:
             return None
-        return self.to_host(t)
+        return self._host_copy(t)
 
     def local_scalar_dense(self, t: Tensor) -> Any:
         """`aten._local_scalar_dense`, which `.item()` calls, and each call that takes a tensor as a number."""
