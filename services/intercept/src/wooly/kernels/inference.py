@@ -275,15 +275,16 @@ def _grouped_product(facts: OpFacts, call: Call) -> Tensor | None:
         or left.shape[-1] != right.shape[-2]
     ):
         return None
-    sizes, groups = (left.shape[-2], right.shape[-1]), [t.shape[0] for t in (left, right) if t.dim() == 3]
+    groups = [t.shape[0] for t in (left, right) if t.dim() == 3]
     if isinstance(ends, Tensor):
         if ends.dtype is not torch.int32 or ends.dim() != 1:
             return None
         groups.append(ends.shape[0])
     if any(n != groups[0] for n in groups):
         return None
+    sizes: tuple[int, ...] = left.shape[-2], right.shape[-1]
     if flat[0] is flat[1]:
-        sizes = (groups[0], *sizes)
+        sizes = groups[0], *sizes
     whole = 16 // left.itemsize  # rows begin at multiples of 16 bytes
     padded = (*sizes[:-1], -(-sizes[-1] // whole) * whole)
     return torch.empty_strided(sizes, contiguous_strides(padded), dtype=left.dtype, device="meta")
