@@ -354,3 +354,35 @@ def test_weights_of_counts_are_not_read_in_vain(cuda, waits):
     torch.cuda.synchronize()
     waits()
     assert torch.bincount(there.long(), weights).shape == (3,) and waits() == 1
+
+
+def test_ranges_of_integers_and_what_is_computed_from_them_need_no_wait(cuda, waits):
+    for where in ("cpu", cuda):
+        places = torch.arange(16, device=where).unsqueeze(0)
+        packed = (torch.diff(places, prepend=places[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+        assert (packed[:, -1] == 0).all() and torch.arange(9, 2, -3, device=where).tolist() == [9, 6, 3]
+        assert torch.arange(3, dtype=torch.uint8, device=where)[2] == 2
+    assert waits() == 0
+    assert torch.arange(0, 1, 0.1, device=cuda).tolist() == torch.arange(0, 1, 0.1).tolist() and waits() == 1
+
+
+def test_operand_of_a_computed_value_is_known_from_then_on(cuda, waits):
+    """As in the steps of a scheduler: a comparison with the last time, then the last time as an index."""
+    times, table = torch.tensor([900, 600, 300]).to(cuda), torch.rand(1000)
+    x = torch.randn(5, device=cuda)
+    for time, expected in zip(times, (600, 300, 0), strict=True):
+        last = time - 300
+        x = (x.sin() + x.cos()).tanh()  # so the last instruction computes something else
+        assert last >= 0
+        current_devices().recorders[0].flush()
+        assert table[last] == table[expected]
+    assert waits() == 0
+
+
+def test_counter_behind_other_work_is_computed_here(cuda, waits):
+    count = torch.tensor(3).to(cuda)
+    more = count + 4
+    x = torch.randn(5, device=cuda)
+    for _ in range(5):
+        x = (x.sin() + x.cos()).tanh()
+    assert more.item() == 7 and waits() == 0

@@ -113,6 +113,8 @@ _EXACT_EXTERNS: Mapping[str, frozenset[torch.dtype]] = {
     "aten.isinf.default": REAL,
     "aten.index.Tensor": REAL,
 }
+#: The operator that fills a new tensor with a range of numbers. Its operand is also an input, in name.
+_ARANGE = "aten.arange.start_out"
 #: Library operators whose shapes depend on data, and the same.
 EXACT_DYNAMIC: Mapping[str, frozenset[torch.dtype]] = {
     "aten.nonzero.default": REAL,
@@ -168,7 +170,10 @@ def rule_of(form: Form) -> Rule | None:
     result = written[0]
     if not is_dense(keys[result]) or max(map(nbytes_of, keys)) > MAX_BYTES:
         return None
-    inputs = tuple([(k, key) for k, key in enumerate(keys) if form.operands[k].role is not Role.OUT])
+    overwritten = result if form.attr("name") == _ARANGE else None
+    inputs = tuple(
+        [(k, key) for k, key in enumerate(keys) if form.operands[k].role is not Role.OUT and k != overwritten]
+    )
     found = _call_of(form, [key[1] for key in keys])
     if found is None:
         return None
@@ -207,6 +212,8 @@ def _call_of(
         return lambda _, params: torch.full(
             view.sizes, _argument(value, (), params), dtype=dtypes[0], device="cpu"
         ), False
+    if form.attr("name") == _ARANGE:
+        return _range(form, dtypes[0])
     if _attributes(form):
         return None
     if form.attr("name") == "aten.clone.default":  # its memory format decides the strides alone
@@ -222,6 +229,22 @@ def _call_of(
     assert isinstance(given, tuple)
     attrs = given + tuple([arg.default for arg in row.args[len(given) :]])
     return (lambda operands, params: exact.call(*[_argument(a, operands, params) for a in attrs])), exact.signed_zeros
+
+
+def _range(form: Form, dtype: torch.dtype) -> tuple[Callable[[Sequence[Tensor | None], Numbers], Tensor], bool] | None:
+    """A range of integers. Devices may compute numbers with fractions in several ways."""
+    args = form.attr("args", ())
+    assert isinstance(args, tuple)
+    if dtype not in INTEGERS or not all(type(a) is int or isinstance(a, ParamRef) for a in args):
+        return None
+
+    def compute(_: Sequence[Tensor | None], params: Numbers) -> Tensor:
+        numbers = [_argument(a, (), params) for a in args]
+        if any(type(number) is not int for number in numbers):
+            raise Unknown
+        return torch.arange(*numbers, dtype=dtype, device="cpu")
+
+    return compute, False
 
 
 def _extern(

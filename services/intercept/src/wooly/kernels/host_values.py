@@ -22,7 +22,7 @@ from wooly_wis.program import Form, Role
 
 from wooly.interned_forms import Forms, InternedForm
 from wooly.kernels.exact import Numbers, Rule, Unknown, exact_dynamic, laid_out, rule_of
-from wooly.kernels.host_copies import MAX_BYTES, is_dense, key_of, nbytes_of, part_of
+from wooly.kernels.host_copies import INTEGERS, MAX_BYTES, is_dense, key_of, nbytes_of, part_of
 from wooly.link import Link, ViewKey
 from wooly.recorder import RecentProgram, Recorder
 from wooly.sync_debug import sync_debug
@@ -105,7 +105,11 @@ class HostValues:
             return None  # a bundle of `wooly record` has each read; other processes see the work before a read
         programs = recorder.recent_programs(_MOST_WORDS)
         writer = next((p for p in reversed(programs) if buffer in p.slot_of), None)
-        if writer is None or not self._may_compute(writer.words, writer.slot_of[buffer], recorder.free_form):
+        if writer is None:
+            return None
+        # A number of one element with an integer dtype is a counter or a position more often than a result of large operands.
+        is_counter = key[1] in INTEGERS and nbytes_of(key) <= 8
+        if not is_counter and not self._may_compute(writer.words, writer.slot_of[buffer], recorder.free_form):
             return None
         place = writer.slot_of[buffer], len(writer.words), *writer.words[-_TAIL:]
         vain = self._vain.get(place, 0)
@@ -247,6 +251,7 @@ class Value:
 
     Attributes:
         early: buffers of operands whose host copies are on their way.
+        found: other values that were computed for this one, and that are still in their buffers.
     """
 
     _wanted: ViewKey
@@ -260,6 +265,7 @@ class Value:
         self._visited = 0
         self._read: dict[Range, Tensor | None] = {}
         self.early: set[int] = set()
+        self.found: list[tuple[Range, Tensor]] = []
         self._result: Callable[[], Tensor] | None = None
 
     @property
@@ -291,11 +297,7 @@ class Value:
         """What computes a view of a buffer as it is before a step; None if it cannot be known."""
         if nbytes_of(key) > MAX_BYTES:
             return None
-        written = [
-            first + step
-            for first, p in zip(self._first, self._parsed, strict=False)
-            for step in p.writers.get(buffer, ())
-        ]
+        written = self._writers(buffer)
         writer = next((step for step in reversed(written) if step < before), None)
         is_current = not written or writer == written[-1]
         if is_current:
@@ -375,6 +377,10 @@ class Value:
         if rule is None:
             return None
         buffers = [program.bind[slot] for slot in program.words[at + 1 : at + 1 + form.arity]]
+        written = buffers[rule.result]
+        # A tensor that is changed in place may have a copy of what it was before, which a copy of it now would replace.
+        is_whole = self._writers(written) == [index] and all(k != rule.result for k, _ in rule.inputs)
+        is_current = is_whole and self._is_alive(written)
         params = program.params[first : first + len(form.param_format)]
         read, early, computed = dict(self._read), set(self.early), dict(self._computed)
         sources: list[Callable[[], Tensor] | None] = [None] * len(buffers)
@@ -392,9 +398,19 @@ class Value:
             nonlocal result
             if result is None:
                 result = laid_out(rule, rule.call([s and s() for s in sources], params))
+                if is_current:
+                    self.found.append((Range(written, rule.view), result))
             return result
 
         return compute
+
+    def _writers(self, buffer: int) -> list[int]:
+        """The steps that write a buffer, in order."""
+        return [
+            first + step
+            for first, p in zip(self._first, self._parsed, strict=False)
+            for step in p.writers.get(buffer, ())
+        ]
 
 
 def _part(computed: Callable[[], Tensor], whole: ViewKey, key: ViewKey) -> Tensor:

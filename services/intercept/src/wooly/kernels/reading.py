@@ -137,6 +137,8 @@ class Reading:
         computed = value.compute(self._read_all(recorder, link, value.reads))
         if computed is not None:
             link.keep(buffer, key, computed)
+            for place, host in value.found:
+                link.keep(*place, host)
         return computed
 
     def _send_before_early_value(self, recorder: Recorder) -> None:
