@@ -107,9 +107,8 @@ class HostValues:
         writer = next((p for p in reversed(programs) if buffer in p.slot_of), None)
         if writer is None:
             return None
-        # A number of one element with an integer dtype is a counter or a position more often than a result of large operands.
-        is_counter = key[1] in INTEGERS and nbytes_of(key) <= 8
-        if not is_counter and not self._may_compute(writer.words, writer.slot_of[buffer], recorder.free_form):
+        likely = self._may_compute(writer.words, writer.slot_of[buffer], recorder.free_form)
+        if not likely and not (key[1] in INTEGERS and nbytes_of(key) <= 8):  # one such number is often a counter
             return None
         place = writer.slot_of[buffer], len(writer.words), *writer.words[-_TAIL:]
         vain = self._vain.get(place, 0)
@@ -123,7 +122,8 @@ class HostValues:
                     other = Value(self, recorder, link, more)
                     if other.resolve(buffer, key):
                         value, is_known = other, True
-            if is_known:
+            # If work is behind the value, it can be read early itself.
+            if is_known and (likely or not value.reads):
                 if vain:
                     del self._vain[place]
                 return value
