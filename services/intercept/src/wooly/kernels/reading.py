@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import prod
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -60,6 +60,20 @@ def _same_layout(dst: Tensor, src: Tensor) -> bool:
         and dst.layout is torch.strided
         and is_dense_tensor(src)
     )
+
+
+class _Follower(NamedTuple):
+    """A tensor that is read ahead.
+
+    Attributes:
+        place: what is read.
+        host: the host copy, which is complete when a later read is answered.
+        storage: keeps the buffer until then.
+    """
+
+    place: Range
+    host: Tensor
+    storage: torch.UntypedStorage
 
 
 class Reading:
@@ -137,7 +151,8 @@ class Reading:
         computed = value.compute(self._read_all(recorder, link, value.reads))
         if computed is not None:
             link.keep(buffer, key, computed)
-            for place, host in value.found:
+            # Behind a wait, the script may have freed their buffers, and others may have their numbers.
+            for place, host in value.found if not (value.reads or value.early) else ():
                 link.keep(*place, host)
         return computed
 
@@ -397,15 +412,11 @@ class Reading:
         return host
 
     @staticmethod
-    def _read_ahead(recorder: Recorder, link: Link, t: Tensor) -> list[tuple[Range, Tensor]]:
-        """Ask for the tensors that the script will probably read after `t`, in the same message as what is sent next.
-
-        Returns:
-            What is read, and the host copies, which are complete when a later read is answered.
-        """
+    def _read_ahead(recorder: Recorder, link: Link, t: Tensor) -> list[_Follower]:
+        """Ask for the tensors that the script will probably read after `t`, in the same message as what is sent next."""
         if recorder.recording or link.recording or link.log is not None or link.many_reads_started:
             return []
-        found = []
+        found: list[_Follower] = []
         for storage, view in recorder.read_ahead.followers(t):
             buffer = recorder.lazy_clones.holder(storage.data_ptr() >> ID_SHIFT)
             if link.mirrors_of(buffer) or link.is_shared(buffer):
@@ -413,15 +424,15 @@ class Reading:
             host, memory = host_memory(view[1], view[2], view[3], nbytes_of(view))
             link.hold()
             link.fetch(buffer, view[0], memory, host)
-            found.append((Range(buffer, view), host))
+            found.append(_Follower(Range(buffer, view), host, storage))
         return found
 
     @staticmethod
-    def _keep_read_ahead(link: Link, ahead: list[tuple[Range, Tensor]]) -> None:
+    def _keep_read_ahead(link: Link, ahead: list[_Follower]) -> None:
         if ahead:
             link.finish_reads()
-        for place, host in ahead:
-            link.keep(*place, host)
+        for follower in ahead:
+            link.keep(*follower.place, follower.host)
 
     def kernels(self) -> dict[str, Callable[..., Any]]:
         """The kernels by operator name, for registration under PrivateUse1."""
