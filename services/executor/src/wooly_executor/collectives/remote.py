@@ -43,7 +43,7 @@ GROUPS_OF_SESSION = 1024
 #: executors as the program has.
 LINKS_OF_SESSION = 256
 #: Maximum bytes that are copied in the device's thread.
-COPIED_HERE = 512 << 10
+COPIED_HERE = 1 << 20
 _MOVED = Collective(bytes(16), 1, 0, 1, 1, What.BARRIER)
 
 
