@@ -45,7 +45,7 @@ def test_text_of_kinds_of_tensors_equals_cpu(cuda, make):
 
 @pytest.mark.parametrize("shape", [(900,), (30, 30), (100, 100, 100)], ids=str)
 def test_text_needs_one_read(cuda, shape):
-    t = torch.arange(torch.Size(shape).numel(), device=cuda).reshape(shape)
+    t = torch.arange(float(torch.Size(shape).numel()), device=cuda).reshape(shape)  # not known to the client
     before = api.session_stats()["syncs"]
     repr(t)
     assert api.session_stats()["syncs"] == before + 1

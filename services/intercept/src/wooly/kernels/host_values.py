@@ -11,7 +11,7 @@ computes is read. This module searches; it does not know what the operators comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -251,7 +251,6 @@ class Value:
 
     Attributes:
         early: buffers of operands whose host copies are on their way.
-        found: other values that were computed for this one, and that are still in their buffers.
     """
 
     _wanted: ViewKey
@@ -265,7 +264,7 @@ class Value:
         self._visited = 0
         self._read: dict[Range, Tensor | None] = {}
         self.early: set[int] = set()
-        self.found: list[tuple[Range, Tensor]] = []
+        self._done: list[int] = []
         self._result: Callable[[], Tensor] | None = None
 
     @property
@@ -377,10 +376,6 @@ class Value:
         if rule is None:
             return None
         buffers = [program.bind[slot] for slot in program.words[at + 1 : at + 1 + form.arity]]
-        written = buffers[rule.result]
-        # A tensor that is changed in place may have a copy of what it was before, which a copy of it now would replace.
-        is_whole = self._writers(written) == [index] and all(k != rule.result for k, _ in rule.inputs)
-        is_current = is_whole and self._is_alive(written)
         params = program.params[first : first + len(form.param_format)]
         read, early, computed = dict(self._read), set(self.early), dict(self._computed)
         sources: list[Callable[[], Tensor] | None] = [None] * len(buffers)
@@ -398,11 +393,28 @@ class Value:
             nonlocal result
             if result is None:
                 result = laid_out(rule, rule.call([s and s() for s in sources], params))
-                if is_current:
-                    self.found.append((Range(written, rule.view), result))
+                self._done.append(index)
             return result
 
         return compute
+
+    @property
+    def has_operands(self) -> bool:
+        """Whether other values were computed for this one."""
+        return len(self._done) > 1
+
+    def operands(self) -> Iterator[tuple[Range, Tensor]]:
+        """The values that were computed for this one, and that are in their buffers now. Call it before anything is sent."""
+        for index in self._done[:-1]:
+            program, at, _ = self._place(index)
+            rule, computed = self._values.rule(program.words[at]), self._computed[index]
+            assert rule is not None
+            assert computed is not None
+            buffer = program.bind[program.words[at + 1 + rule.result]]
+            # A tensor that is changed in place may have a copy of what it was before, which a copy of it now would replace.
+            in_place = any(k == rule.result for k, _ in rule.inputs)
+            if not in_place and self._writers(buffer) == [index] and self._is_alive(buffer):
+                yield Range(buffer, rule.view), computed()
 
     def _writers(self, buffer: int) -> list[int]:
         """The steps that write a buffer, in order."""

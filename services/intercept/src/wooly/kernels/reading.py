@@ -144,16 +144,19 @@ class Reading:
         value = self._host_values.find(recorder, link, buffer, key)
         if value is None:
             return self._part_of_whole(t, recorder, link, buffer, key)
+        reads = value.reads
         if value.early:
             link.finish_early(value.early, partial(self._send_before_early_value, recorder))
-        elif not value.reads:
+        elif not reads:
             wait_as_cuda(recorder, link)
-        computed = value.compute(self._read_all(recorder, link, value.reads))
+        computed = value.compute(self._read_all(recorder, link, reads))
         if computed is not None:
             link.keep(buffer, key, computed)
-            # Behind a wait, the script may have freed their buffers, and others may have their numbers.
-            for place, host in value.found if not (value.reads or value.early) else ():
-                link.keep(*place, host)
+            if (
+                value.has_operands and not reads and not value.early
+            ):  # else others may have the numbers of buffers that were freed since
+                for place, host in value.operands():
+                    link.keep(*place, host)
         return computed
 
     def _send_before_early_value(self, recorder: Recorder) -> None:
