@@ -115,8 +115,13 @@ def test_kernels_of_models_do_not_spill(target, model_programs):
 @pytest.fixture(scope="module")
 def model_programs(cuda):
     """The programs of the benchmark's models, each with the params of one run."""
+    from wooly.device import current
+
     from bench import coverage
 
+    recorder = current().recorder
+    with recorder.lock:
+        recorder._sent.clear()  # a program that an earlier test of this process has sent would not be sent again
     capture = coverage.Capture()
     for name in coverage.MODELS:
         coverage.captured(name, capture)
