@@ -188,6 +188,7 @@ def test_debug_mode_tells_that_cuda_waits(cuda):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events at the end of each cycle")  # of PyTorch 2.11
 @torch.no_grad()
 def test_other_threads_and_profilers_see_nothing_else(cuda):
     x, found = given(4).to(cuda), []
