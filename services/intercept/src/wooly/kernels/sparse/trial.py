@@ -17,6 +17,8 @@ from wooly.dtypes import DTYPES
 from wooly.kernels.sparse.arguments import components, is_sparse
 from wooly.torch_private import OpOverload, raw_device, tree_leaves, tree_map
 
+aten = torch.ops.aten
+
 #: Maximum number of elements of the dense operands of a trial, and of its dense result. It bounds a trial to some milliseconds.
 LARGEST = 1 << 22
 
@@ -105,16 +107,31 @@ def _on_host(a: Any) -> Any:
         return a
     if a.layout is torch.strided:
         return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).zero_()
-    indices, values = components(a)
-    batch = _batch_dim(a)
-    none = torch.zeros((*values.shape[:batch], 0, *values.shape[batch + 1 :]), dtype=a.dtype)
     if a.layout is torch.sparse_coo:
-        no_indices = torch.zeros((a.sparse_dim(), 0), dtype=torch.int64)
-        coalesced = a.is_coalesced()
-        return torch.sparse_coo_tensor(no_indices, none, a.shape, is_coalesced=coalesced, check_invariants=False)
-    compressed = torch.zeros(indices[0].shape, dtype=indices[0].dtype)
-    plain = torch.zeros((*indices[1].shape[:-1], 0), dtype=indices[1].dtype)
-    return torch.sparse_compressed_tensor(compressed, plain, none, a.shape, layout=a.layout, check_invariants=False)
+        empty = aten._sparse_coo_tensor_with_dims.default(
+            *(a.sparse_dim(), a.dense_dim(), a.shape), dtype=a.dtype, layout=a.layout, device=torch.device("cpu")
+        )
+        return empty._coalesced_(a.is_coalesced())
+    return _compressed(a, 0)
+
+
+def _compressed(a: Tensor, count: int) -> Tensor:
+    """A compressed tensor on the host like `a`: each matrix has `count` elements, all in its first row (or column), of value 1.
+
+    The functions for scripts may check their arguments; PyTorch 2.11 warns in them that the script has not chosen whether to.
+    """
+    (compressed, _), values = components(a)
+    of_element = values.shape[_batch_dim(a) + 1 :]
+    block = list(of_element[:2]) if a.layout in (torch.sparse_bsr, torch.sparse_bsc) else []
+    sizes = (count, len(of_element) - len(block), a.shape, block)
+    t: Tensor = aten._sparse_compressed_tensor_with_dims.default(
+        *sizes, compressed.dtype, dtype=a.dtype, layout=a.layout, device=torch.device("cpu")
+    )
+    (compressed, plain), values = components(t)
+    compressed.fill_(count)[..., 0] = 0
+    plain.zero_()
+    values.fill_(1)
+    return t
 
 
 def _with_element(a: Any) -> Any:
@@ -122,13 +139,7 @@ def _with_element(a: Any) -> Any:
     t = _on_host(a)
     if not is_sparse(t) or t.layout is torch.sparse_coo or t.dim() != 2 or not t.numel():
         return t
-    (compressed, plain), values = components(t)
-    one = torch.ones((1, *values.shape[1:]), dtype=values.dtype)
-    return torch.sparse_compressed_tensor(
-        *(torch.ones_like(compressed).index_fill_(0, torch.tensor(0), 0), plain.new_zeros(1), one, t.shape),
-        layout=t.layout,
-        check_invariants=False,
-    )
+    return _compressed(t, 1)
 
 
 def elements(size: tuple[int, ...]) -> int:
