@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -96,6 +96,7 @@ _WIDENED = frozenset({torch.float16, torch.bfloat16})
 
 _CAT = "aten.cat.default"
 _GROUPED_MM = "aten._grouped_mm.default"
+_CONVOLUTION_BACKWARD = "aten.convolution_backward.default"
 _POWERS = frozenset({"aten.pow.Tensor_Scalar", "aten._foreach_pow.Scalar", "aten._foreach_pow.ScalarList"})
 #: Attention with the logarithms of its sums, which the CPU kernel computes in float64 for float64.
 _ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
@@ -449,7 +450,12 @@ def _correct(
 ) -> None:
     """Correct layout and dtype of inferred results to those of the CPU kernel, in place."""
     if facts.name == "aten.convolution.default" and where == "meta" and fresh[0] is not None:
-        fresh[0] = _in_format(fresh[0], _convolution_format(call))
+        fresh[0] = _in_format(fresh[0], _convolution_format(call.args[:2]))
+    if facts.name == _CONVOLUTION_BACKWARD and where == "meta":
+        # Before torch 2.13, the meta kernel decides by the gradient of the output, too.
+        both = _convolution_format(call.args[1:3])
+        empty = [t if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in fresh[:2]]
+        fresh[:2] = [t if t is None else t.to(memory_format=both) for t in empty]
     if facts.name == "aten.nonzero_static.default" and fresh[0] is not None:
         fresh[0] = fresh[0].contiguous()
     if where == "meta" and torch.Tag.pointwise in facts.op.tags:
@@ -498,9 +504,9 @@ def _in_format(t: Tensor, layout: torch.memory_format) -> Tensor:
     return torch.empty(t.shape, dtype=t.dtype, device=t.device, memory_format=layout)
 
 
-def _convolution_format(call: Call) -> torch.memory_format:
-    """Layout of a convolution's result on the CPU: channels last if input or weight is. The meta kernel gives another layout."""
-    formats = {suggested_format(t) for t in call.args[:2]}
+def _convolution_format(tensors: Sequence[Tensor]) -> torch.memory_format:
+    """Layout of a convolution's results on the CPU: channels last if input or weight is. The meta kernel gives another layout."""
+    formats = {suggested_format(t) for t in tensors}
     return torch.channels_last if torch.channels_last in formats else torch.contiguous_format
 
 
