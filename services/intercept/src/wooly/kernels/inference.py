@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from wooly.kernels.outs import BROADCAST_WITH_OUT, RESIZE_SILENTLY, RESIZED_ON_HOST, ResizeOutError, check_outs
-from wooly.kernels.overlap import is_iterated, overlaps
+from wooly.kernels.overlap import is_iterated, must_fit, overlaps
 from wooly.kernels.schema import Call, OpFacts, tensors_of
 from wooly.storage import contiguous_strides, dense_strides
 from wooly.torch_private import (
@@ -197,7 +197,10 @@ def infer(
     kwargs = {k: _without_data(v, where) for k, v in call.kwargs.items()}
     ask_host = facts.name in RESIZED_ON_HOST and not on_host
     silently = bool(facts.out_args) and (
-        ask_host or facts.name == BROADCAST_WITH_OUT or facts.op.overloadpacket.__name__ in RESIZE_SILENTLY
+        ask_host
+        or facts.name == BROADCAST_WITH_OUT
+        or facts.op.overloadpacket.__name__ in RESIZE_SILENTLY
+        or must_fit(facts, call)
     )
     try:
         result = _result(facts, args, kwargs, where, silently)

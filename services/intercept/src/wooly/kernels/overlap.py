@@ -112,6 +112,25 @@ def is_iterated(facts: OpFacts) -> bool:
     return tagged and facts.name not in _CONTIGUOUS
 
 
+def must_fit(facts: OpFacts, call: Call) -> bool:
+    """Whether a call reads one of its `out=` tensors and gives it another size, so that ATen refuses the call without a warning.
+
+    Inference has one stand-in per argument, so kernels would resize the stand-in, with a warning, before `refuse_resize` raises.
+    It is also true for some calls whose sizes do not fit together for another reason.
+    """
+    name_of = facts.op.overloadpacket.__name__
+    if name_of not in ("addr", "cat") and not is_iterated(facts):
+        return False
+    read = [a for a in tree_leaves(call.args) if isinstance(a, Tensor)]
+    for out in [a for name in facts.out_args for a in read if a is call.kwargs.get(name)]:
+        try:
+            if name_of == "cat" or torch.broadcast_shapes(*[a.shape for a in read]) != out.shape:
+                return True
+        except RuntimeError:
+            return True
+    return False
+
+
 def refuse_resize(facts: OpFacts, call: Call, sizes: Mapping[str, tuple[int, ...]]) -> None:
     """Check that no `out=` tensor of another size than the result is also an argument, before `out=` tensors are resized.
 
