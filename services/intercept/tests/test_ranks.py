@@ -41,12 +41,12 @@ def test_ranks_on_several_machines_have_one_id_whatever_started_them():
 
 
 def test_local_programs_of_other_launchers_are_apart(monkeypatch):
-    mine = ranks.own(TORCHRUN).gang_id
-    monkeypatch.setattr(os, "getppid", lambda: 1)
+    mine, parent = ranks.own(TORCHRUN).gang_id, os.getppid()  # in a container, this may be 1
+    monkeypatch.setattr(os, "getppid", lambda: parent + 1)
     assert ranks.own(TORCHRUN).gang_id != mine
     named = TORCHRUN | {ranks.VARIABLE: "wooly run"}
     here = ranks.own(named).gang_id
-    monkeypatch.setattr(os, "getppid", lambda: 2)
+    monkeypatch.setattr(os, "getppid", lambda: parent + 2)
     assert ranks.own(named).gang_id == here
 
 
