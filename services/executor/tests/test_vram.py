@@ -15,6 +15,7 @@ from wooly_executor import mover, swap_space
 from wooly_executor.errors import AdmissionError
 from wooly_executor.memory.book import Scope
 from wooly_executor.memory.swap import Place, Policy
+from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.swap_space import Copy
 from wooly_executor.vram import SwapSettings, vram
 from wooly_executor.vram.swapping import Swapping
@@ -134,7 +135,7 @@ def test_results_of_unknown_size_are_charged(device, wis):
 
 
 def test_stats_of_a_cpu_device_say_what_other_processes_leave(make_device, tmp_path, monkeypatch):
-    device = make_device(memory=8 * MIB, swap=swap(tmp_path))
+    device = make_device(runtime=TorchCpuRuntime(), memory=8 * MIB, swap=swap(tmp_path))
     a = device.open("a")
     monkeypatch.setattr(vram, "spare", lambda: 3 * MIB)
     assert (a.stats()["machine_bytes"], a.stats()["available_bytes"]) == (3 * MIB, 8 * MIB)
