@@ -808,8 +808,9 @@ class Maker:
                 f"{name}.backward(R({self.seed()}, *{name}.shape, dtype={name}.dtype){', ' + retain if retain else ''})",
                 f"{self.new()} = torch.autograd.grad({name}.sum(), {leaf}, allow_unused=True, create_graph=True)[0]",
                 f"{self.new()} = torch.autograd.grad({name}.square().sum(), {leaf}, retain_graph=True)[0]",
-                f"{leaf}.register_hook(lambda g: g * 2)",
-                f"{name}.register_hook(lambda g: see(g))",
+                # With PyTorch 2.13, a hook on a view whose base was written since ends the process if grad_fn was not read.
+                f"{leaf}.grad_fn; {leaf}.register_hook(lambda g: g * 2)",
+                f"{name}.grad_fn; {name}.register_hook(lambda g: see(g))",
                 f"{name}.retain_grad()",
                 f"{leaf}.grad = None",
                 f"see({leaf}.grad)",
