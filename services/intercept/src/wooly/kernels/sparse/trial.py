@@ -111,7 +111,7 @@ def _on_host(a: Any) -> Any:
         empty = aten._sparse_coo_tensor_with_dims.default(
             *(a.sparse_dim(), a.dense_dim(), a.shape), dtype=a.dtype, layout=a.layout, device=torch.device("cpu")
         )
-        return empty._coalesced_(a.is_coalesced())
+        return aten._coalesced_.default(empty, a.is_coalesced())
     return _compressed(a, 0)
 
 
