@@ -1,6 +1,7 @@
 """Pinned host memory: `is_pinned`, data loaders, and copies that do not wait."""
 
 import gc
+from typing import ClassVar
 
 import pytest
 import torch
@@ -67,6 +68,65 @@ def test_pin_memory_device_tensor_raises(cuda):
         torch.ones(2, device=cuda).pin_memory()
     with pytest.raises(RuntimeError, match="Only dense CPU tensors can be pinned"):
         torch.empty(2, device=cuda, pin_memory=True)
+
+
+class Wrapped(torch.Tensor):
+    """A tensor that has its values in another one, as quantised weights of libraries have."""
+
+    @staticmethod
+    def __new__(cls, values):
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device=values.device)
+
+    def __init__(self, values):
+        self.values_of = values
+
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
+        out = op(*[a.values_of if isinstance(a, Wrapped) else a for a in args], **(kwargs or {}))
+        return Wrapped(out) if isinstance(out, torch.Tensor) else out
+
+
+class Named(torch.Tensor):
+    """A tensor that sees the functions which are called with it."""
+
+    seen: ClassVar[list] = []
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.seen.append(function)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_tensor_of_components_pins_its_components(cuda):
+    plain = Wrapped(torch.arange(3.0))
+    copied = plain.pin_memory()
+    assert type(copied) is Wrapped and copied.is_pinned() and not plain.is_pinned()
+    assert copied.values_of.is_pinned() and copied.values_of.tolist() == [0, 1, 2] and not plain.values_of.is_pinned()
+    assert copied.pin_memory() is copied
+
+
+def test_function_override_sees_that_tensor_is_pinned(cuda):
+    plain = torch.arange(3.0).as_subclass(Named)
+    Named.seen.clear()
+    copied = plain.pin_memory()
+    assert torch.Tensor.pin_memory in Named.seen and type(copied) is Named
+    Named.seen.clear()
+    assert copied.is_pinned() and torch.Tensor.is_pinned in Named.seen
+
+
+def test_operators_pin_host_memory(cuda):
+    plain = torch.arange(3.0)
+    copied = torch.ops.aten._pin_memory(plain)
+    assert torch.ops.aten.is_pinned(copied) and not torch.ops.aten.is_pinned(plain) and torch.equal(copied, plain)
+
+
+def test_pin_memory_within_function_transform_has_gradient(cuda):
+    assert torch.func.grad(lambda t: (t.pin_memory() ** 2).sum())(torch.ones(2)).tolist() == [2, 2]
+
+
+def test_compiled_function_makes_pinned_memory(cuda):
+    made = torch.compile(lambda t: torch.zeros(3, pin_memory=True).add_(t), backend="eager")(torch.ones(3))
+    assert made.is_pinned() and made.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -197,3 +197,15 @@ def test_weight_norm_in_half_has_norms_and_gradients_of_cpu(cuda, dtype, dim):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     g, v = torch.ones(4, 1, dtype=dtype, device=cuda), torch.ones(4, 3, dtype=dtype, device=cuda)
     assert torch.ops.aten._weight_norm_interface(v, g)[1].dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu],
+)
+def test_equal_compares_tensors_of_eight_bits(cuda, dtype):
+    a, b = [torch.tensor(values).to(dtype).to(cuda) for values in ([1.0, 2.0, 4.0], [1.0, 2.0, 8.0])]
+    assert torch.equal(a, a.clone()) and torch.equal(a[:2], b[:2])
+    assert not torch.equal(a, b) and not torch.equal(a, a[:2])
+    with pytest.raises(RuntimeError):
+        torch.equal(a, a.float())

@@ -76,6 +76,17 @@ suggested_format: Callable[[torch.Tensor], torch.memory_format] = suggest_memory
 #: Number of dispatch modes (`TorchDispatchMode`) that are active in this thread.
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
+
+def is_fake(t: torch.Tensor) -> bool:
+    """Whether the tensor stands for one that a trace computes with, and so has no memory."""
+    if t.__class__ is torch.Tensor and not dispatch_modes():
+        return False
+    from torch._subclasses.fake_tensor import is_fake as has_no_memory
+
+    fake: bool = has_no_memory(t)
+    return fake
+
+
 CPU_KEYS = DispatchKeySet(DispatchKey.CPU)
 
 #: An overload of an operator, and an operator with all its overloads.
@@ -1560,18 +1571,22 @@ def accept_pinned_memory() -> None:
         last = sum([(n - 1) * step for n, step in zip(size, stride, strict=True)])
         made = torch.empty(last + 1 if all(size) else 0, dtype=dtype, device="cpu").as_strided(size, stride)
         if pin_memory:
-            asked.append(raw_data_ptr(made))
+            asked_for_pinned.append(raw_data_ptr(made))
         return made
 
-    def is_pinned(t: torch.Tensor, device: torch.device | None = None) -> bool:
-        return raw_data_ptr(t) in asked
+    replace_on_host("empty_strided", empty_strided)
 
-    asked: deque[int] = deque(maxlen=64)  # the reducer looks at once
+
+#: Addresses of the last host tensors for which the reducer has asked for pinned memory. It looks at once whether they are pinned.
+asked_for_pinned: deque[int] = deque(maxlen=64)
+
+
+def replace_on_host(name: str, kernel: Callable[..., Any]) -> None:
+    """Replace PyTorch's kernel of an operator for host tensors, until the process ends."""
     _libraries.append(torch.library.Library("aten", "IMPL"))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")
-        _libraries[-1].impl("empty_strided", empty_strided, "CPU", allow_override=True)
-        _libraries[-1].impl("is_pinned", is_pinned, "CPU", allow_override=True)
+        _libraries[-1].impl(name, kernel, "CPU", allow_override=True)
 
 
 _libraries: list[torch.library.Library] = []

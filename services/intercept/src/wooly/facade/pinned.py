@@ -10,20 +10,31 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from wooly_bus.channel.segment import SHARED_FROM
 
 from wooly.devices import NAME
 from wooly.facade.names import to_wooly
 from wooly.pinned_area import allocate
 from wooly.storage import pinned, span
-from wooly.torch_private import raw_device, with_values
+from wooly.torch_private import (
+    asked_for_pinned,
+    is_fake,
+    is_function_mode_active,
+    raw_data_ptr,
+    raw_device,
+    replace_on_host,
+    with_values,
+)
 
 Patch = tuple[Any, str, Any]
+aten = torch.ops.aten
 
 #: Alignment of pinned memory, in bytes; PyTorch's CPU allocator has the same alignment.
 _ALIGNMENT = 64
@@ -40,43 +51,53 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 def is_pinned(t: Tensor, device: Any = None) -> bool:
     """Whether the tensor is in memory that the program has pinned."""
+    if _is_overridden(t):
+        overridden: bool = handle_torch_function(is_pinned, (t,), *_arguments(t, device))
+        return overridden
     if t.is_nested:
         return is_pinned(t.values(), device)
-    return t.is_cpu and t.layout is torch.strided and t.untyped_storage().data_ptr() in pinned
+    if not t.is_cpu or t.layout is not torch.strided:
+        return False
+    answer: bool = aten.is_pinned.default(*_arguments(t, device))
+    return answer
 
 
 def pin_memory(t: Tensor, device: Any = None) -> Tensor:
-    """The tensor itself if it is pinned, else a pinned copy.
+    """The tensor itself if it is pinned, else a pinned copy. The gradient of the copy is the gradient of the tensor.
 
     Raises:
         RuntimeError: the tensor is not a dense or nested host tensor.
     """
+    if _is_overridden(t):
+        overridden: Tensor = handle_torch_function(pin_memory, (t,), *_arguments(t, device))
+        return overridden
     if t.is_nested and t.is_cpu:
         return t if is_pinned(t) else with_values(t, pin_memory(t.values()))
     if not t.is_cpu or t.layout is not torch.strided:
         raise RuntimeError(f"cannot pin '{t.type()}' only dense CPU tensors can be pinned")
-    if is_pinned(t):
+    if is_pinned(t, device):
         return t
-    if not (t.requires_grad and torch.is_grad_enabled()):
-        return _copy(t.detach())
-    pinned_copy: Tensor = _PinMemory.apply(t)  # type: ignore[no-untyped-call] # PyTorch does not annotate it
-    return pinned_copy
+    copied: Tensor = aten._pin_memory.default(*_arguments(t, device))
+    return copied
 
 
-class _PinMemory(torch.autograd.Function):
-    """The pinned copy of a tensor. The gradient of the copy is the gradient of the tensor."""
+def _is_overridden(t: Tensor) -> bool:
+    return is_function_mode_active() or (type(t) is not Tensor and has_torch_function_unary(t))
 
-    @staticmethod
-    def forward(t: Tensor) -> Tensor:
-        return _copy(t)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is saved for the backward."""
+def _arguments(t: Tensor, device: Any) -> tuple[Any, ...]:
+    return (t,) if device is None else (t, device)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+
+@cache
+def answer_operators() -> None:
+    """Compute the operators `is_pinned` and `_pin_memory` of host tensors. Subclasses call them for components."""
+    replace_on_host("is_pinned", _is_pinned)
+    replace_on_host("_pin_memory", lambda t, device=None: _copy(t))
+
+
+def _is_pinned(t: Tensor, device: Any = None) -> bool:
+    return t.untyped_storage().data_ptr() in pinned or raw_data_ptr(t) in asked_for_pinned
 
 
 def _copy(t: Tensor) -> Tensor:
@@ -112,13 +133,14 @@ def _pinning(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         made = make(*args, **{**kwargs, "pin_memory": False})
         if raw_device(made).type == NAME:
             raise RuntimeError("Only dense CPU tensors can be pinned")
-        return pin_memory(made)
+        return made if is_fake(made) else pin_memory(made)
 
     return call
 
 
 def patches() -> Iterator[Patch]:
     """Yield the patches (owner, name, value) for functions that pin memory or check whether memory is pinned."""
+    answer_operators()
     for name in _FACTORIES:
         yield (torch, name, _pinning(getattr(torch, name)))
     for name in _METHODS:

@@ -18,12 +18,16 @@ from wooly.torch_private import OpOverload, tree_map
 
 _HALVES: Final = frozenset({torch.float16, torch.bfloat16})
 _COMPLEX_HALF: Final = frozenset({torch.complex32})
+_FLOAT8: Final = frozenset(
+    {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu}
+)
 #: The dtype in which a narrow dtype is computed.
 _WIDER: Final = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
     torch.complex32: torch.complex64,
     torch.bool: torch.uint8,
+    **dict.fromkeys(_FLOAT8, torch.float32),
 }
 #: Per narrow dtype: the dtypes of results in the wider dtype, and the dtypes to which they are converted.
 _NARROWED: Final = {
@@ -31,6 +35,7 @@ _NARROWED: Final = {
     torch.bfloat16: {torch.float32: torch.bfloat16},
     torch.complex32: {torch.complex64: torch.complex32, torch.float32: torch.float16},
     torch.bool: {torch.uint8: torch.bool},
+    **{dtype: {torch.float32: dtype} for dtype in _FLOAT8},
 }
 _COMPLEX: Final = (
     "acos acosh angle asin asinh atan atanh cos cosh div exp lerp log logaddexp pow prod rsqrt sigmoid sigmoid_backward sin sinh "
@@ -49,6 +54,7 @@ _GAPS: Final = {
     **dict.fromkeys(("_fft_c2c", "_fft_c2r"), _COMPLEX_HALF),
     "_fft_r2c": frozenset({torch.float16}),
     "abs": frozenset({torch.bool}),
+    "equal": _FLOAT8,
     "rrelu_with_noise": frozenset({torch.float16}),
     "trace": _COMPLEX_HALF | {torch.bool},
 }
