@@ -141,6 +141,21 @@ def test_weight_is_cast_once_per_region(cuda):
         assert (x @ weight).tolist() == (a * 2).tolist()
 
 
+@pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_weight_has_gradient_after_first_use_without_gradients(cuda, first):
+    weight, x = torch.ones(2, 3, device=cuda, requires_grad=True), torch.ones(4, 2, device=cuda)
+    with torch.autocast("cuda"):
+        with first():
+            before = x @ weight
+        after = x @ weight
+        with torch.no_grad():
+            last = x @ weight
+    assert before.requires_grad is (first is torch.enable_grad) and after.requires_grad and not last.requires_grad
+    after.float().sum().backward()
+    assert weight.grad.tolist() == [[4.0] * 3] * 2
+    assert before.tolist() == after.tolist() == last.tolist() == [[2.0] * 3] * 4
+
+
 def by_hand(model, x, lower):
     """The network below with explicit casts instead of autocast."""
     first, norm, last = model[0], model[1], model[3]

@@ -199,13 +199,19 @@ class Autocast:
             if not weight:
                 return raw_to(a, to)
             cast = self.cache.get(a)
-            if cast is None:
-                cast = raw_to(a, to)
-                self.cache.put(a, cast)
-            return cast
+            return self._cast_weight(a, to) if cast is None else cast
         if a.__class__ is list:
             return [self._cast(x, to) for x in a]
         return a
+
+    def _cast_weight(self, weight: Tensor, to: torch.dtype) -> Tensor:
+        """Cast a weight for all uses in this autocast region: if the first use is under `no_grad`, the next may want gradients."""
+        if torch.is_inference_mode_enabled():
+            return raw_to(weight, to)  # autograd must not get a tensor that was made in inference mode
+        with torch.enable_grad():
+            cast = raw_to(weight, to)
+        self.cache.put(weight, cast)
+        return cast
 
     def _widest(self, current: torch.dtype, args: Any) -> torch.dtype:
         """The widest dtype of the tensors in `args`, at least `current`.
