@@ -205,7 +205,7 @@ class Autocast:
         return a
 
     def _cast_weight(self, weight: Tensor, to: torch.dtype) -> Tensor:
-        """Cast a weight for all uses in this autocast region: if the first use is under `no_grad`, the next may want gradients."""
+        """Cast a weight for all uses in this region of autocast, also for those with gradients after a first use without."""
         if torch.is_inference_mode_enabled():
             return raw_to(weight, to)  # autograd must not get a tensor that was made in inference mode
         with torch.enable_grad():
