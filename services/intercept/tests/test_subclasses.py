@@ -117,6 +117,20 @@ def test_replaced_function_keeps_the_class_of_a_tensor(cuda):
     assert type(torch.ones_like(torch.nn.Parameter(torch.zeros(2, device="cuda")))) is torch.Tensor
 
 
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor", "ignore:Sparse CSR tensor support is in beta")
+def test_function_that_takes_a_tensor_as_data_ignores_its_class(cuda):
+    x = torch.arange(3.0, device="cuda").as_subclass(Named)
+    assert type(torch.tensor(x)) is torch.Tensor and torch.as_tensor(x) is x and torch.asarray(x) is x
+    assert type(torch.as_tensor(x, dtype=torch.float64)) is torch.Tensor
+    at = torch.tensor([[0, 2, 4]], device="cuda").as_subclass(Named)
+    coo = torch.sparse_coo_tensor(at, x, (5,), check_invariants=True)
+    assert type(coo) is torch.Tensor and coo.to_dense().tolist() == [0, 0, 1, 0, 2]
+    rows = torch.tensor([0, 1, 3], device="cuda").as_subclass(Named)
+    columns = torch.tensor([1, 0, 1], device="cuda").as_subclass(Named)
+    csr = torch.sparse_csr_tensor(rows, columns, x, (2, 2), check_invariants=True)
+    assert type(csr) is torch.Tensor and csr.to_dense().tolist() == [[0, 0], [1, 2]]
+
+
 def test_device_context_sets_the_device_of_replaced_and_of_original_functions(cuda):
     with torch.device("cuda"), Seen() as seen:
         assert torch.zeros(2).device.type == torch.tensor([1]).device.type == "cuda"

@@ -18,6 +18,14 @@ from wooly.torch_private import TENSOR_FUNCTIONS, device_constructors, is_functi
 
 Patch = tuple[Any, str, Any]
 
+#: Functions for which a tensor is data, as a list of numbers would be. PyTorch does not ask its `__torch_function__`.
+_TAKE_DATA = frozenset(
+    {
+        *("arange", "as_tensor", "asarray", "tensor"),
+        *(f"sparse_{layout}_tensor" for layout in ("bsc", "bsr", "compressed", "coo", "csc", "csr")),
+    }
+)
+
 
 def patches(replaced: Iterable[tuple[Any, str, Any]]) -> Iterator[Patch]:
     """Yield the patches (owner, name, value) for the functions of `torch` that other patches have replaced.
@@ -29,7 +37,7 @@ def patches(replaced: Iterable[tuple[Any, str, Any]]) -> Iterator[Patch]:
         [name for owner, name, _ in replaced if owner is torch and hasattr(TENSOR_FUNCTIONS, name)]
     ):
         if not name.startswith("_"):
-            yield (torch, name, _overridable(getattr(torch, name)))
+            yield (torch, name, _overridable(getattr(torch, name), name not in _TAKE_DATA))
 
 
 def tell_device_contexts(replaced: Iterable[tuple[Any, str, Any]]) -> None:
@@ -43,13 +51,18 @@ def forget_in_device_contexts(functions: Iterable[Any]) -> None:
     device_constructors().difference_update(functions)
 
 
-def _overridable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that the first argument's `__torch_function__`, or that of a mode, gets the wrapped function."""
+def _overridable(function: Callable[..., Any], by_argument: bool) -> Callable[..., Any]:
+    """Wrap a function so that the `__torch_function__` of a mode gets the wrapped function.
+
+    Args:
+        function: the function.
+        by_argument: that of the first argument gets it, too.
+    """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         first = args[0] if args else kwargs.get("input")
-        if is_function_mode_active() or (type(first) is not Tensor and has_torch_function_unary(first)):
+        if is_function_mode_active() or (by_argument and type(first) is not Tensor and has_torch_function_unary(first)):
             return handle_torch_function(call, (first,), *args, **kwargs)
         return function(*args, **kwargs)
 
