@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import io
+from itertools import pairwise
 
 import pytest
 import torch
@@ -630,3 +631,34 @@ def test_traced_graph_names_the_device_cuda_in_calls_that_pytorch_makes_itself(c
     devices = [node.kwargs["device"] for node in graph.graph.nodes if "device" in node.kwargs]
     assert devices == [torch.device("cuda", 0)] * 2, graph.code
     assert graph(x)[0].tolist() == [0.5, 2.0]
+
+
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager", "aot_eager_decomp_partition"])
+def test_compiled_checkpoint_draws_the_same_numbers_in_its_backward(cuda, backend):
+    def noisy(t):
+        return nn.functional.dropout(t * torch.rand_like(t), 0.5)
+
+    compiled = torch.compile(lambda t: checkpoint(noisy, t, use_reentrant=False), backend=backend)
+    x, seen = torch.ones(64, device=cuda, requires_grad=True), []
+    for _ in range(4):
+        (gradient,) = torch.autograd.grad((y := compiled(x)).sum(), x)
+        assert torch.equal(gradient, y)
+        seen.append(y)
+    assert not any(torch.equal(a, b) for a, b in pairwise(seen))
+
+
+def test_compiled_checkpoint_that_was_told_so_draws_new_numbers(cuda):
+    again = {"use_reentrant": False, "preserve_rng_state": False}
+    compiled = torch.compile(lambda t: checkpoint(lambda u: u * torch.rand_like(u), t, **again))
+    x = torch.ones(64, device=cuda, requires_grad=True)
+    (gradient,) = torch.autograd.grad((y := compiled(x)).sum(), x)
+    assert not torch.equal(gradient, y)
+
+
+def test_compiled_checkpoint_without_random_numbers_is_replayed(cuda):
+    compiled = torch.compile(lambda t: checkpoint(torch.sin, t, use_reentrant=False))
+    x = torch.ones(4, device=cuda, requires_grad=True)
+    with Counted() as n:
+        for _ in range(4):
+            (gradient,) = torch.autograd.grad(compiled(x).sum(), x)
+    assert torch.equal(gradient, x.cos()) and n.replayed >= 4 and not n.eager

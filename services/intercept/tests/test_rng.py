@@ -179,3 +179,14 @@ def test_functionalised_random_numbers_equal_those_of_the_eager_function(cuda):
             y.sum().backward()
         results.append((y.detach(), x.grad, torch.rand(3, device=cuda)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_default_generator_draws_from_the_state_of_another_one(cuda):
+    default, other = torch.cuda.default_generators[0], torch.Generator("cuda").manual_seed(5)
+    expected = torch.rand(3, device=cuda, generator=other.clone_state())
+    before = torch.cuda.get_rng_state()
+    own = default.graphsafe_get_state()
+    default.graphsafe_set_state(other)
+    assert torch.equal(torch.rand(3, device=cuda), expected) and other.get_offset() == 1
+    default.graphsafe_set_state(own)
+    assert torch.equal(torch.cuda.get_rng_state(), before) and other.get_offset() == 1

@@ -463,7 +463,7 @@ class BackendModule(ModuleType):
     @property
     def default_generators(self) -> tuple[DeviceGenerator, ...]:
         """The default generator of each device."""
-        return tuple([DeviceGenerator(i, r.generator) for i, r in enumerate(self._device.devices.active())])
+        return tuple([DeviceGenerator(i, r) for i, r in enumerate(self._device.devices.active())])
 
     def manual_seed(self, seed: int) -> None:
         self._recorder().generator.manual_seed(int(seed))

@@ -25,6 +25,7 @@ from wooly.torch_private import (
     fake_device,
     fake_device_patches,
     inductor,
+    keep_random_numbers_in_checkpoints,
     never_trace,
     tree_flatten,
     tree_unflatten,
@@ -73,6 +74,7 @@ def compile_cuda_graphs(
 
 
 def _one_program(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    keep_random_numbers_in_checkpoints(graph)
     constants = [
         value
         for node in graph.graph.nodes

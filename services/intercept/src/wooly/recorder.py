@@ -812,6 +812,16 @@ class Recorder(ProgramFields):
             self.capture.note_draw(generator)
         self.foreign_draws += 1
 
+    def draw_from(self, generator: Generator) -> None:
+        """Let operators without a generator draw from this one, until another call.
+
+        Raises:
+            RuntimeError: a CUDA graph is captured, which does not know the generator.
+        """
+        with self.lock:
+            self.note_draw(generator)
+            self.generator = generator
+
     @property
     def free_form(self) -> int:
         """Number of the form `free`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -27,11 +27,12 @@ class Generator:
         seed: 64 bits, unsigned.
         offset: number of pairs drawn since the seed was set.
         draws: the capture of a CUDA graph that draws from this generator now; None: there is none.
+        jumps: how often its seed or offset has been set, so that it did not go on from its last pair.
     """
 
     def __init__(self) -> None:
         self.seed = DEFAULT_SEED
-        self.offset = 0
+        self.offset = self.jumps = 0
         self.draws: CapturedDraws | None = None
 
     def manual_seed(self, seed: int) -> None:
@@ -46,6 +47,7 @@ class Generator:
             raise RuntimeError("Overflow when unpacking long long")
         self.seed = seed & _MASK
         self.offset = 0
+        self.jumps += 1
 
     def reseed(self) -> int:
         """Set a random seed from the operating system, and return it."""
@@ -85,6 +87,7 @@ class Generator:
         if self.draws is not None and seed != self.seed:
             raise _SeedInCaptureError
         self.seed, self.offset = seed, int.from_bytes(raw[8:], "little")
+        self.jumps += 1
 
 
 class _SeedInCaptureError(RuntimeError):
@@ -148,6 +151,25 @@ def replayed_pair(pair: tuple[int, int]) -> tuple[int, int]:
     return pair if draws is None else draws.pair(pair[1])
 
 
+class Source(Protocol):
+    """What draws from a generator: a `DeviceGenerator`, or a device, for its operators without a generator."""
+
+    generator: Generator
+
+    def draw_from(self, generator: Generator) -> None:
+        """Draw from this generator from now on."""
+
+
+class _Own:
+    """The source of a `DeviceGenerator` that is not the default generator of a device."""
+
+    def __init__(self, generator: Generator) -> None:
+        self.generator = generator
+
+    def draw_from(self, generator: Generator) -> None:
+        self.generator = generator
+
+
 class DeviceGenerator(BaseGenerator):
     """`torch.Generator("cuda")`: a generator for random operators on the device.
 
@@ -155,20 +177,25 @@ class DeviceGenerator(BaseGenerator):
 
     Args:
         index: index of the device.
-        sequence: generator to draw from; None: a new one.
+        source: generator to draw from; for the default generator of a device, its recorder; None: a new generator.
     """
 
-    sequence: Generator
+    _source: Source
 
-    def __new__(cls, index: int, sequence: Generator | None = None) -> DeviceGenerator:
+    def __new__(cls, index: int, source: Generator | Source | None = None) -> DeviceGenerator:
         self = super().__new__(cls, "cpu")  # type: ignore[call-arg]
         set_generator_device(self, torch.device("cuda", index))
-        self.sequence = Generator() if sequence is None else sequence
+        self._source = _Own(source or Generator()) if source is None or isinstance(source, Generator) else source
         _generators[identity_of(self)] = self
         return self
 
-    def __init__(self, index: int, sequence: Generator | None = None) -> None:
+    def __init__(self, index: int, source: Generator | Source | None = None) -> None:
         """Do nothing: `__new__` has initialised the object."""
+
+    @property
+    def sequence(self) -> Generator:
+        """The generator from which this one draws now."""
+        return self._source.generator
 
     def manual_seed(self, seed: int) -> DeviceGenerator:
         self.sequence.manual_seed(seed)
@@ -192,6 +219,7 @@ class DeviceGenerator(BaseGenerator):
 
     def set_offset(self, offset: int) -> DeviceGenerator:
         self.sequence.offset = offset
+        self.sequence.jumps += 1
         return self
 
     def clone_state(self) -> DeviceGenerator:
@@ -203,7 +231,7 @@ class DeviceGenerator(BaseGenerator):
         return DeviceGenerator(self.device.index, self.sequence)
 
     def graphsafe_set_state(self, _new_state: BaseGenerator) -> DeviceGenerator:
-        self.sequence = sequence_of(_new_state)
+        self._source.draw_from(sequence_of(_new_state))
         return self
 
     def __reduce__(self) -> Any:

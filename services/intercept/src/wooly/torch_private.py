@@ -969,6 +969,30 @@ def fake_device(t: torch.Tensor) -> torch.device | None:
     return None
 
 
+def keep_random_numbers_in_checkpoints(graph: torch.fx.GraphModule) -> None:
+    """Let the checkpoints in a graph of Dynamo restore the random state when they compute again.
+
+    PyTorch's operator for them does not, because its compilers replace random operators by ones that draw the same numbers twice.
+    A graph that runs as it is would have other dropout masks in the backward than in the forward.
+    """
+    from torch._higher_order_ops.wrap import tag_activation_checkpoint
+    from torch.utils.checkpoint import checkpoint
+
+    def run(part: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        how, given = tag_activation_checkpoint.divide_kwargs(kwargs)
+        if "_checkpoint_context_fn" in part.meta:
+            how["context_fn"] = part.meta["_checkpoint_context_fn"]
+        return checkpoint(part, *args, **{"preserve_rng_state": True, **how, "use_reentrant": False}, **given)
+
+    for part in graph.modules():
+        if isinstance(part, torch.fx.GraphModule):
+            found = [node for node in part.graph.nodes if node.target is tag_activation_checkpoint]
+            for node in found:
+                node.target = run
+            if found:
+                part.recompile()
+
+
 def inductor(mode: str | None, options: dict[str, Any] | None) -> Callable[..., Any]:
     """The default backend of `torch.compile`, for graphs on the host: a callable `(graph, example_inputs)`."""
     made = torch._TorchCompileInductorWrapper(mode, options, dynamic=None)

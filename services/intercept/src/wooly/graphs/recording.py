@@ -55,7 +55,7 @@ def recording(recorder: Recorder) -> Iterator[Recorded]:
     with recorder.lock:
         recorder.lazy_clones.separate_all(origin())
         recorder.flush()
-        generation, draws = recorder.generation, recorder.foreign_draws
+        generation, draws, jumps = recorder.generation, recorder.foreign_draws, recorder.generator.jumps
         before = recorder.operations
         limit = recorder.lift_limit(MAX_INSTRUCTIONS)
         recorder.recording = True
@@ -63,9 +63,12 @@ def recording(recorder: Recorder) -> Iterator[Recorded]:
             yield out
             recorder.release_dead()
             if recorder.foreign_draws != draws:
-                raise NotOneProgramError("it draws random numbers from a generator that was passed to an operator")
+                raise NotOneProgramError("it draws random numbers from another generator than the device's default")
             if recorder.generation == generation and recorder.words:
-                out.result = _keep(recorder, recorder.operations - before)
+                kept = _keep(recorder, recorder.operations - before)
+                if kept.random and recorder.generator.jumps != jumps:
+                    raise NotOneProgramError("it draws the same random numbers again, as a checkpoint does")
+                out.result = kept
             recorder.flush()
         finally:
             recorder.restore_limit(limit)
