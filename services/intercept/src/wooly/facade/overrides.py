@@ -37,7 +37,7 @@ def patches(replaced: Iterable[tuple[Any, str, Any]]) -> Iterator[Patch]:
         [name for owner, name, _ in replaced if owner is torch and hasattr(TENSOR_FUNCTIONS, name)]
     ):
         if not name.startswith("_"):
-            yield (torch, name, _overridable(getattr(torch, name), name not in _TAKE_DATA))
+            yield (torch, name, (_seen_by_modes if name in _TAKE_DATA else _overridable)(getattr(torch, name)))
 
 
 def tell_device_contexts(replaced: Iterable[tuple[Any, str, Any]]) -> None:
@@ -51,19 +51,26 @@ def forget_in_device_contexts(functions: Iterable[Any]) -> None:
     device_constructors().difference_update(functions)
 
 
-def _overridable(function: Callable[..., Any], by_argument: bool) -> Callable[..., Any]:
-    """Wrap a function so that the `__torch_function__` of a mode gets the wrapped function.
-
-    Args:
-        function: the function.
-        by_argument: that of the first argument gets it, too.
-    """
+def _overridable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that the first argument's `__torch_function__`, or that of a mode, gets the wrapped function."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         first = args[0] if args else kwargs.get("input")
-        if is_function_mode_active() or (by_argument and type(first) is not Tensor and has_torch_function_unary(first)):
+        if is_function_mode_active() or (type(first) is not Tensor and has_torch_function_unary(first)):
             return handle_torch_function(call, (first,), *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _seen_by_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that only the `__torch_function__` of a mode gets the wrapped function."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_function_mode_active():
+            return handle_torch_function(call, (), *args, **kwargs)
         return function(*args, **kwargs)
 
     return call
