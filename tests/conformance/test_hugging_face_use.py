@@ -369,6 +369,19 @@ class _Words:
         self.got.append("end")
 
 
+def test_steps_under_way_grow_until_waits_make_steps_no_shorter():
+    from wooly.facade.generation import MOST_LATE, steps_late
+
+    trip, computing = 20.0, 2.5
+    late, seen = 1, []
+    for _ in range(20):
+        late = steps_late(trip, max(computing, (trip + computing) / late))
+        seen.append(late)
+    assert seen == sorted(seen) and seen[-1] == (trip + computing) / computing
+    assert steps_late(0.1, 3.0) == steps_late(1.0, 3.0) == steps_late(20.0, None) == 1
+    assert steps_late(20.0, 30.0) == 2 and steps_late(500.0, 1.0) == MOST_LATE
+
+
 @pytest.mark.parametrize("late", [4, 24])
 @pytest.mark.parametrize("ending", ["tokens", "length"])
 @pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampling"])

@@ -258,3 +258,20 @@ def test_sleep_occupies_device_and_does_not_wait(cuda):
     with pytest.raises(ValueError, match="one minute"):
         torch.cuda._sleep(1 << 62)
     torch.cuda._sleep(0)
+
+
+def test_event_whose_answer_is_there_does_not_wait_for_a_later_copy(cuda, monkeypatch):
+    x = torch.arange(8.0, device=cuda).exp()
+    first, second = [torch.zeros(8, pin_memory=True) for _ in range(2)]
+    first.copy_(x, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    wait_for(copied.query)
+    second.copy_(x + 1, non_blocking=True)
+    link = api.attached_links()[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(link, "wait", lambda *args, **options: pytest.fail("it waits"))
+        copied.synchronize()
+    assert first.tolist() == torch.arange(8.0).exp().tolist()
+    torch.cuda.synchronize()
+    assert torch.equal(second, first + 1)

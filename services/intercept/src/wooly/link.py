@@ -850,6 +850,9 @@ class Link:
         """
         if self.lost is not None:
             raise self.lost
+        if self.answered >= position:  # a later read would be waited for in vain
+            self._raise_failed()
+            return True
         seq = next((c.seq for c in self._started if c.seq >= position), None)
         if seq is not None:
             self.finish_reads(seq)

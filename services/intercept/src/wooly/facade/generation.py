@@ -32,8 +32,11 @@ _MODULE = "transformers.generation.utils"
 _CLASS, _DEFERRING = "DeferredStopCheck", torch.device("mps")
 #: Maximum number of steps that are prepared before an answer is there. Fewer than half of `link.MAX_STARTED_READS`.
 MOST_LATE = 24
-#: Weight of the last step in the average duration of a step.
-_WEIGHT = 0.25
+#: Part of a step from which on a round trip is long.
+_FAR = 0.5
+#: Weight of the last step in the average duration of a step, if it was shorter and if it was longer. One long wait must not let
+#: the steps under way run out.
+_SHORTER, _LONGER = 1 / 4, 1 / 16
 #: Arguments of `generate` by which a user's function takes part in each step.
 _TAKING_PART = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "custom_generate", "synced_gpus")
 #: Packages whose modules compute the same, however often they are called.
@@ -134,7 +137,11 @@ def steps_late(trip_s: float, period_s: float | None) -> int:
         trip_s: round trip of the connection, in seconds.
         period_s: average time from step to step so far, in seconds; None: unknown.
     """
-    return 1 if not period_s else max(1, min(MOST_LATE, math.ceil(trip_s / period_s)))
+    if not period_s:
+        return 1
+    under_way = trip_s / period_s
+    # One more is computed meanwhile. Without it, waits make the period longer, and the number of steps would never grow.
+    return max(1, min(MOST_LATE, math.ceil(under_way) + (under_way > _FAR)))
 
 
 def _make_deferred(real: Any) -> type:
@@ -210,7 +217,8 @@ def _make_deferred(real: Any) -> type:
             now = time.perf_counter()
             if self._called:
                 took = now - self._called
-                self._period = took if self._period is None else self._period + _WEIGHT * (took - self._period)
+                known = took if self._period is None else self._period
+                self._period = known + (_SHORTER if took < known else _LONGER) * (took - known)
             self._called = now
             if not self._positions:
                 return 1
