@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -28,6 +29,15 @@ class WoolyWorker(Worker):  # type: ignore[misc] # vLLM has no stubs
     def sleep_mode_backend(self) -> WoolySleepBackend:
         """The backend of sleep mode."""
         return WoolySleepBackend(self.model_runner)
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the weights (level 1: keep a copy on the host) and the cache of keys and values.
+
+        vLLM's function requires that the device's free memory has not become less, but other sessions use the device, too. Here
+        the tensors of this session are counted.
+        """
+        with _memory_of_this_session(self.device):
+            super().sleep(level)
 
     def init_device(self) -> None:
         """Open the session. The ranks of a server with several devices exchange tensors from device to device."""
@@ -80,3 +90,18 @@ class WoolyWorker(Worker):  # type: ignore[misc] # vLLM has no stubs
 
 def _size(nbytes: float) -> str:
     return f"{nbytes / (1 << 30):.2f} GiB" if abs(nbytes) >= 1 << 30 else f"{nbytes / (1 << 20):.1f} MiB"
+
+
+@contextmanager
+def _memory_of_this_session(device: torch.device) -> Iterator[None]:
+    """Let `torch.accelerator.get_memory_info` tell how much of its quota this session does not use."""
+    real, total = torch.accelerator.get_memory_info, torch.cuda.mem_get_info(device)[1]
+
+    def info(_: object = None) -> tuple[int, int]:
+        return total - torch.cuda.memory_allocated(device), total
+
+    torch.accelerator.get_memory_info = info
+    try:
+        yield
+    finally:
+        torch.accelerator.get_memory_info = real
