@@ -92,6 +92,17 @@ def test_value_of_the_last_writer_is_not_predicted(behind):
     assert turns(EarlyReads(parsed, lambda words, slot: 4), 5, program) == [None] * 5
 
 
+def test_further_values_at_the_end_of_the_last_program_are_predicted():
+    """They come with the first one, which gains nothing."""
+    reads = EarlyReads(parsed, lambda words, slot: 4)
+    both = words_of((1, 0, 1), (1, 0, 2))
+    for _ in range(4):
+        reads.sent(both, [10, 20, 30])
+        reads.read(20, "first", 4, 4, "one line")
+        found = reads.read(30, "second", 4, 4, "one line")
+    assert sorted(values_of(found)) == [(1, "first", 4), (2, "second", 4)]
+
+
 def test_prediction_lasts_if_most_values_are_used_and_ends_otherwise():
     good, bad = (
         turns(EarlyReads(parsed, lambda words, slot: 4), 3, (words_of(LOSS, STEP), lambda turn: [10, 20, 30, 40]))[

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
 from wooly import api
-from wooly.facade.saving import TOGETHER
+from wooly.read_ahead import TOGETHER
 
 
 @pytest.fixture

@@ -11,35 +11,8 @@ from typing import Any
 
 import torch
 
-from wooly.facade.imports import AfterImport
+from wooly.facade.imports import ReplacedAfterImport
 from wooly.torch_private import random_number_primitives
-
-_replaced: list[tuple[Any, str, Any]] = []
-
-
-def activate() -> None:
-    """Replace the functions now, or when a function is compiled first."""
-    _compiler.activate()
-
-
-def deactivate() -> None:
-    """Undo `activate`."""
-    _compiler.deactivate()
-    while _replaced:
-        setattr(*_replaced.pop())
-
-
-def _install(module: ModuleType) -> None:
-    tracker = module.PhiloxStateTracker
-    for owner, name, value in (
-        (random_number_primitives(), "philox_rand_offset", _one_operator),
-        (tracker, "multiple_of_4", staticmethod(_unchanged)),
-    ):
-        _replaced.append((owner, name, owner.__dict__[name]))
-        setattr(owner, name, value)
-
-
-_compiler = AfterImport("torch._decomp.decompositions_for_rng", _install)
 
 
 def _one_operator(shape: Any) -> torch.Tensor:
@@ -48,3 +21,14 @@ def _one_operator(shape: Any) -> torch.Tensor:
 
 def _unchanged(offset: Any) -> Any:
     return offset
+
+
+def _patches(module: ModuleType) -> tuple[tuple[Any, str, Any], ...]:
+    return (
+        (random_number_primitives(), "philox_rand_offset", _one_operator),
+        (module.PhiloxStateTracker, "multiple_of_4", staticmethod(_unchanged)),
+    )
+
+
+_compiler = ReplacedAfterImport("torch._decomp.decompositions_for_rng", _patches)
+activate, deactivate = _compiler.activate, _compiler.deactivate

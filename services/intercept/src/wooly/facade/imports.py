@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+from typing import Any
 
 
 class AfterImport(MetaPathFinder):
@@ -48,3 +49,28 @@ class AfterImport(MetaPathFinder):
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+class ReplacedAfterImport(AfterImport):
+    """Replaces attributes after the first import of one module, until `deactivate`.
+
+    Args:
+        module: full name of the module.
+        patches: returns the patches (owner, name, value) for the module.
+    """
+
+    def __init__(self, module: str, patches: Callable[[ModuleType], Iterable[tuple[Any, str, Any]]]) -> None:
+        super().__init__(module, self._replace)
+        self._patches = patches
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    def _replace(self, module: ModuleType) -> None:
+        for owner, name, value in self._patches(module):
+            self._replaced.append((owner, name, owner.__dict__[name]))
+            setattr(owner, name, value)
+
+    def deactivate(self) -> ModuleType | None:
+        """Stop waiting, and restore the attributes. Returns the module if it is imported."""
+        while self._replaced:
+            setattr(*self._replaced.pop())
+        return super().deactivate()

@@ -16,12 +16,10 @@ import torch
 
 from wooly.device import current
 from wooly.devices import NAME
-from wooly.facade.imports import AfterImport
+from wooly.facade.imports import ReplacedAfterImport
 from wooly.facade.state import bytes_of
+from wooly.read_ahead import SMALL, TOGETHER
 from wooly.torch_private import raw_device, raw_storage_device
-
-#: Maximum size, in bytes, of a tensor that is read together with others, and maximum number of these.
-SMALL, TOGETHER = 16 << 10, 24
 
 
 class _Saving(threading.local):
@@ -31,7 +29,6 @@ class _Saving(threading.local):
 
 
 _saving = _Saving()
-_replaced: list[tuple[Any, str, Any]] = []
 
 
 def patches() -> Iterator[tuple[Any, str, Any]]:
@@ -68,23 +65,8 @@ def patches() -> Iterator[tuple[Any, str, Any]]:
     yield (torch.UntypedStorage, "cpu", cpu)
 
 
-def activate() -> None:
-    """Replace the functions of safetensors now, or after its import."""
-    _safetensors.activate()
-
-
-def deactivate() -> None:
-    """Undo `activate`."""
-    _safetensors.deactivate()
-    while _replaced:
-        setattr(*_replaced.pop())
-
-
-def _install(module: ModuleType) -> None:
-    for name in ("save", "save_file"):
-        real = getattr(module, name)
-        _replaced.append((module, name, real))
-        setattr(module, name, _reading_together(real))
+def _safetensors_patches(module: ModuleType) -> list[tuple[Any, str, Any]]:
+    return [(module, name, _reading_together(getattr(module, name))) for name in ("save", "save_file")]
 
 
 def _reading_together(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,4 +89,5 @@ def _is_small(t: Any) -> bool:
     )
 
 
-_safetensors = AfterImport("safetensors.torch", _install)
+_safetensors = ReplacedAfterImport("safetensors.torch", _safetensors_patches)
+activate, deactivate = _safetensors.activate, _safetensors.deactivate

@@ -411,7 +411,8 @@ class Value:
             assert rule is not None
             assert computed is not None
             buffer = program.bind[program.words[at + 1 + rule.result]]
-            # A tensor that is changed in place may have a copy of what it was before, which a copy of it now would replace.
+            # Not of tensors that are changed in place: a link keeps one older copy of a buffer (`overwritten`). The next write
+            # would keep this one in its place, and values that were computed from the older one could not be found any more.
             in_place = any(k == rule.result for k, _ in rule.inputs)
             if not in_place and self._writers(buffer) == [index] and self._is_alive(buffer):
                 yield Range(buffer, rule.view), computed()

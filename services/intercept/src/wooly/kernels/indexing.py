@@ -66,7 +66,9 @@ def with_small_values(
     def run(*args: Any, **kwargs: Any) -> Any:
         operands = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         if all(t.dtype in dtypes for t in operands):
-            all(known(t) is not None for t in operands)
+            for t in operands:
+                if known(t) is None:  # else the link has a host copy of it now, which the kernel finds
+                    break
         return record(*args, **kwargs)
 
     return run
