@@ -12,6 +12,7 @@ from wooly_bus.channel.token import SignedPass
 from wooly_bus.errors import RefusedError
 from wooly_router import actor, advice, executors, opening
 from wooly_router.actor import ABANDONED_S, HEARD, NEW_SESSION_S, SILENT
+from wooly_router.duties import Duties
 from wooly_router.opening import HEARTBEAT_GRACE_S, OPEN_BUDGET_S
 from wooly_router.state import tasks
 from wooly_router.state.nodes import GroupRecord
@@ -467,9 +468,78 @@ async def test_lapse_keeps_session_whose_silent_client_is_connected(rig):
         story = [told.reason for told in await r.tasks.story(name)]
         assert story[-2:] == [SILENT, f"{HEARD} after 19 s"]
         r.clock.now += 9.5
-        await r.actor.on_heartbeat(executor.heartbeat(sessions=(name,)))  # its connection is closed
+        await r.actor.on_heartbeat(
+            executor.heartbeat(sessions=(name,))
+        )  # its connection is closed, its executor may end it
+        assert await r.actor.lapse() == 0
+        r.clock.now += 9.5
+        await r.actor.on_heartbeat(executor.heartbeat(sessions=(name,)))
         assert await r.actor.lapse() == 1
         assert executor.closed == [(name, "the session's lease lapsed")]
+
+
+@pytest.mark.on_both
+@pytest.mark.parametrize("when", ["its executor is renewing it", "it is renewed here"])
+async def test_lapse_keeps_session_that_is_renewed_while_the_database_is_read(rig, monkeypatch, when):
+    """The executor has its renewal first, and does not call the client silent any more."""
+    async with rig("a") as r:
+        opened = await r.open()
+        name, executor = opened.session_id, r.executors[0]
+        renewal = RenewSessionRequest(session_id=name, token=opened.token)
+        get, renew = r.tasks.get, r.actor.executors.renew
+        arrived, goes_on = asyncio.Event(), asyncio.Event()
+
+        async def slow(*wanted):
+            answers = await renew(*wanted)
+            arrived.set()
+            await goes_on.wait()
+            return answers
+
+        async def renewed_then_get(*wanted):
+            monkeypatch.setattr(r.tasks, "get", get)
+            record = await get(*wanted)
+            renewing.append(asyncio.create_task(r.actor.on_renew_session(renewal)))
+            await arrived.wait()
+            if when == "it is renewed here":
+                goes_on.set()
+                await renewing[0]
+            return record
+
+        renewing = []
+        r.clock.now += 9.5
+        monkeypatch.setattr(r.actor.executors, "renew", slow)
+        monkeypatch.setattr(r.tasks, "get", renewed_then_get)
+        await r.actor.on_heartbeat(executor.heartbeat(sessions=()))
+        assert await r.actor.lapse() == 0
+        goes_on.set()
+        assert (await renewing[0]).lease_s
+        assert await r.actor.lapse() == 0 and await r.sessions() == [name]
+
+
+@pytest.mark.on_both
+async def test_router_that_was_stopped_ends_no_session(rig, monkeypatch):
+    """It has not read the heartbeats and renewals of that time."""
+    async with rig("a") as r:
+        name = (await r.open()).session_id
+        await r.actor.on_heartbeat(r.executors[0].heartbeat(sessions=(name,)))
+        rounds = []
+
+        async def stopped(timeout_s):
+            if not rounds:
+                r.clock.now += 60
+            await asyncio.sleep(0.01)
+
+        async def round_of(duties, done=Duties.round):
+            await done(duties)
+            rounds.append(await r.sessions())
+
+        monkeypatch.setattr(r.jobs, "wait", stopped)
+        monkeypatch.setattr(Duties, "round", round_of)
+        task = asyncio.create_task(r.duties().run(0.01))
+        while len(rounds) < 3:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        assert rounds[2] == [name]
 
 
 @pytest.mark.on_both
@@ -484,8 +554,8 @@ async def test_lapse_waits_for_an_executor_that_has_not_spoken_since_the_lease_w
         assert await r.actor.lapse() == 0
         r.clock.now += 1 if then != "silent" else 5
         if then != "silent":
-            late = (name,) if then == "connected" else ()
-            await r.actor.on_heartbeat(executor.heartbeat(sessions=(name,), late=late))
+            names = (name,) if then == "connected" else ()
+            await r.actor.on_heartbeat(executor.heartbeat(sessions=names, late=names))
         assert await r.actor.lapse() == (then != "connected")
 
 

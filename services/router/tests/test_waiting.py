@@ -334,7 +334,7 @@ async def test_sessions_outlive_a_database_that_is_away_for_longer_than_their_le
         duties.cancel()
         assert await r.sessions() == [running.session_id]
         assert (await r.turn(waiting, **ALL)).wait.place == 1
-        r.clock.now += r.actor.settings.lease_s + 0.1  # leases end as before afterwards
+        r.clock.now += 2 * r.actor.settings.lease_s + 0.1  # leases end as before afterwards
         await r.beat()
         await r.turn(waiting, **ALL)
         assert await r.actor.lapse() == 1

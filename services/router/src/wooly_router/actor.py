@@ -112,7 +112,8 @@ class RouterActor:
         self.clock = clock
         self.settings = settings
         self._app = app
-        self._started = clock()
+        #: Since when heartbeats have been heard: none was before the start, or while this process was stopped.
+        self._heard_since = clock()
         self.issuer = settings.issuer()
         self.limits = Limits(settings)
         self.blobs = TenantBlobs(app, settings)
@@ -172,7 +173,11 @@ class RouterActor:
         )
 
     async def resume(self) -> None:
-        """Extend all leases, because no client could renew its lease while no router ran, or while the database was away."""
+        """Extend all leases, because no client could renew its lease while no router ran, or while the database was away.
+
+        Silent executors count as lost only some time after this: no router has heard them meanwhile.
+        """
+        self._heard_since = self.clock()
         await self.world.tasks.prolong_all(self.clock() + self.settings.lease_s)
 
     # -- opening -----------------------------------------------------------------------------------------------------
@@ -619,6 +624,7 @@ class RouterActor:
             for r in records
             if r is not None and not await self._keeps_reserved(r, now) and not await self._keeps_silent(r, now)
         ]
+        over = [r for r in over if not self._is_renewed(r.id)]  # while this round read the database
         ended = await asyncio.gather(*[self.end(r, "failed", _why_over(r)) for r in over])
         for record in await self.world.tasks.in_states("pending", kind="session"):
             if now - record.created_at > ABANDONED_S and await self.world.tasks.lease(record.id) is None:
@@ -633,11 +639,17 @@ class RouterActor:
             await self.world.tasks.keep_lease(s, record.id, now + RESERVED_S)
         return True
 
+    def _is_renewed(self, session_id: str) -> bool:
+        """Whether this router is renewing a lease, or has renewed it but not written it yet."""
+        return session_id in self._renewing or session_id in self._prolonged
+
     async def _keeps_silent(self, record: TaskRecord, now: float) -> bool:
         """Keep a session whose client is silent, as long as its connections to all executors are open. They say how long.
 
         Executors that have said nothing since the lease was over are waited for: their heartbeats may come late, and a router
-        that has just started has heard none. A rank is not kept, because the other ranks wait for it.
+        that has just started has heard none. An executor that has the session, and does not call its client silent, has just
+        got a renewal that is not written yet (another router writes its own), or is about to end the session itself: it gets
+        the length of a lease for that. A rank is not kept, because the other ranks wait for it.
         """
         if record.state != "started" or record.gang.task_id or not record.parts:
             return False
@@ -648,7 +660,8 @@ class RouterActor:
         if any(self._may_speak(name, lease.lease_until, now) for name in executors):
             return True
         if not all(self.registry.late(name, record.id, now) for name in executors):
-            return False
+            held = all(self.registry.holds(name, record.id, now) for name in executors)
+            return held and now <= lease.lease_until + self.settings.lease_s
         async with self.world.database.writing() as s:
             await self.world.tasks.keep_lease(s, record.id, now + self.settings.lease_s)
         if record.id not in self._silent:
@@ -659,7 +672,7 @@ class RouterActor:
     def _may_speak(self, executor_id: str, since: float, now: float) -> bool:
         """Whether an executor has not been heard since a time, but is not lost."""
         heard = self.registry.heard(executor_id) or 0.0
-        silent_s = now - max(heard, self._started)
+        silent_s = now - max(heard, self._heard_since)
         return heard <= since and silent_s <= LOST_AFTER_S and not self.registry.ended(executor_id)
 
     async def reconcile(self) -> int:
@@ -685,10 +698,10 @@ class RouterActor:
     def missing(self, executor_id: str, session_id: str, since: float) -> str:
         """Explain why an executor cannot have a session that it took at time `since`; empty if it can.
 
-        For `LOST_AFTER_S` after its own start, a router does not count silent executors as lost.
+        For `LOST_AFTER_S` after its own start, or after it was stopped, a router does not count silent executors as lost.
         """
         now = self.clock()
-        heard = max(self.registry.heard(executor_id) or 0.0, self._started)
+        heard = max(self.registry.heard(executor_id) or 0.0, self._heard_since)
         if ended := self.registry.ended(executor_id):
             return f"executor {executor_id} is lost: {ended}"
         if now - heard > LOST_AFTER_S:

@@ -18,6 +18,8 @@ from wooly_router.state.nodes import GpuRecord, Sample
 
 log = logging.getLogger("wooly.router")
 EVERY_S = 1.0
+#: Seconds by which a wait may be too long. After a longer one, this process was stopped (its virtual machine moved, a debugger).
+STOPPED_S = 2.0
 #: Seconds between two samples of every device.
 SAMPLE_S = 10.0
 #: Seconds between two searches for old data and abandoned uploads.
@@ -42,10 +44,18 @@ class Duties:
         """Run rounds until cancelled. A database that is unreachable for a while does not end the loop.
 
         Such a time does not end sessions either: no client could renew its lease meanwhile, so all leases are extended after it.
+        The same holds after a time in which this process was stopped: it has not read what was said meanwhile.
         """
         while True:
+            asked = self._actor.clock()
             await self._jobs.wait(every_s)
+            stopped_s = self._actor.clock() - asked - every_s
             try:
+                if stopped_s > STOPPED_S:
+                    log.warning(
+                        "this process was stopped for %.0f s; the leases of all sessions are extended", stopped_s
+                    )
+                    await self._actor.resume()
                 if self._database_away:
                     await self._actor.resume()
                     self._database_away = False
