@@ -8,6 +8,7 @@ from wooly import api, waits
 from wooly.cli.commands import run
 from wooly.link import Link
 from wooly.waits import FURTHER, Waits, top
+from wooly_wis.frames import Kind
 
 
 def test_wait_counts_as_the_networks_for_at_most_the_shortest_round_trip():
@@ -80,6 +81,21 @@ def test_session_names_the_line_that_reads(cuda):
     assert reading and "test_session_names_the_line_that_reads" in reading[0]["line"]
     assert 0 < stats["trip_s"] <= stats["network_s"] <= stats["waiting_s"]
     assert set(stats) >= {"seconds", "operations", "devices"}
+
+
+@pytest.mark.connected
+def test_answer_to_a_cut_that_arrived_before_is_no_bound_of_the_round_trip(cuda):
+    """Every session that can go on elsewhere asks for cuts, and takes their answers in later."""
+    link = api.attached_links()[0]
+    link.waits = Waits()
+    link.send(Kind.SYNC)
+    cut = link.connection.channel.expect_frame()
+    link.sync()
+    assert cut.done
+    trip_s = link.waits.trip_s = 0.02
+    link.continuation.cut_if_due(types.SimpleNamespace(answer=cut, over=False, alone=True, given_up="", due=False,
+                                                       taken=lambda answer: None))  # fmt: skip
+    assert link.waits.trip_s == trip_s
 
 
 def _printed(sessions, monkeypatch):

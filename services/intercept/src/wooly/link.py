@@ -545,13 +545,13 @@ class Link:
     # -- answers -----------------------------------------------------------------------------------------------------
 
     def wait(
-        self, pending: Pending, *, asked: bool = True, where: Origin | None = None, began: float | None = None
+        self, pending: Pending, *, asked: bool = False, where: Origin | None = None, began: float | None = None
     ) -> bool:
         """Wait for an answer. If a signal handler raises an exception meanwhile, the answer is taken in when it arrives.
 
         Args:
             pending: the answer.
-            asked: the question was sent at `began`.
+            asked: the question was sent at `began`, so the wait bounds the round trip.
             where: Python line that waits; None: the line that calls now.
             began: when the wait began, by the clock of `waits`; None: now.
 
@@ -604,7 +604,7 @@ class Link:
         while True:
             self.send(ask, *payload)
             pending = Pending(self.connection.channel.expect_frame())
-            if self.wait(pending):
+            if self.wait(pending, asked=True):
                 break
         other = pending.expected.other
         if other is not None and other.kind == Kind.ERROR:  # the answer has taken the session's error
@@ -656,7 +656,7 @@ class Link:
         """Wait for the answer to a run that was sent with `reply`."""
         pending, self._reply = self._reply, None
         assert pending is not None, "no run was sent with `reply`"
-        if not self.wait(pending, asked=False):
+        if not self.wait(pending):
             raise self.lose(WoolyError("the answer to a run was lost"))
         answer = unpack_json(self._take_answer(pending, Kind.RESULT))
         self._note_all_answered()
@@ -708,7 +708,7 @@ class Link:
         Raises:
             RemoteOperationError: an operation that computed the buffer failed, or another operation before the read.
         """
-        if not self.wait(pending, where=where, began=self._asked_at):
+        if not self.wait(pending, asked=True, where=where, began=self._asked_at):
             raise self.lose(WoolyError("the answer to a read was lost"))
         self._process_answers()
         failure = self._received(into, pending)
@@ -816,7 +816,7 @@ class Link:
             if seq is not None and coming.seq > seq:
                 break
             if not coming.pending.expected.done:
-                self.wait(coming.pending, asked=False)
+                self.wait(coming.pending)
         self._process_answers()
         self._raise_failed()
 
