@@ -1,12 +1,13 @@
 """Measures servers of vLLM on one device, each `wooly run vllm serve` with a random Llama. Needs vLLM: make bench-serving.
 
-`engine`: tokens per second of vLLM's engine in one process, against Transformers' `generate` on this machine's CPU (vLLM's wheel
-has no CPU platform). `one`: the same of a server, against `transformers serve` on this machine's CPU, with equal requests by HTTP
-(it answers one request after the other: its continuous batching gives no answer on a CPU); and the time of a request for one
-token. `two`: two equal servers against one, and against two that have an executor each: the second row is what sharing a device
-costs, the first row also contains what this machine's cores cost. `weights`: memory of the weights of several servers, against
-one. `wake`: the first token after hibernation. `beside_server` and `beside_training`: the time per token of a P0 server beside P4
-work, against alone, and against a P0 server beside the same work on another executor.
+`engine`: tokens per second of vLLM's engine in one process, against Transformers' `generate` on this machine's CPU (vLLM's
+wheel has no CPU platform). `far`: the same over links of 20 and 80 ms, against a link on this machine. `one`: the same of a
+server, against `transformers serve` on this machine's CPU, with equal requests by HTTP (it answers one request after the other:
+its continuous batching gives no answer on a CPU); and the time of a request for one token. `two`: two equal servers against
+one, and against two that have an executor each: the second row is what sharing a device costs, the first row also contains what
+this machine's cores cost. `weights`: memory of the weights of several servers, against one. `wake`: the first token after
+hibernation. `beside_server` and `beside_training`: the time per token of a P0 server beside P4 work, against alone, and against
+a P0 server beside the same work on another executor.
 
 Run: make bench-serving BENCH_SERVING="--only one --json" (--help lists the options)
 """
@@ -34,7 +35,7 @@ from figures import row, show
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from integrations.vllm.tests import random_llama
-from integrations.vllm.tests.servers import Server, Stack
+from integrations.vllm.tests.servers import Server, Stack, distant_stack
 
 MIB = 1 << 20
 CLIENTS = 4
@@ -239,9 +240,20 @@ class Bench:
         return [t for t in self.stack.sessions() if t["task_id"] not in self._earlier]
 
     def engine(self):
-        printed = self.stack.wooly("run", "-q", sys.executable, "-c", ENGINE, self.model, CLIENTS, PROMPT, NEW_TOKENS)
-        rate, local_rate = float(printed.split()[-1]), locally(self.model)
+        rate, local_rate = self.engine_rate(self.stack), locally(self.model)
         yield row("one engine without server", "tokens/s", rate, local_rate, 0.8, higher_is_better=True)
+
+    def far(self):
+        near = self.engine_rate(self.stack)
+        for trip_ms, goal in ((20, 1 / 1.5), (80, 1 / 2.5)):
+            with distant_stack(self._folder / f"distant-{trip_ms}", trip_ms) as stack:
+                rate = self.engine_rate(stack)
+            yield row(f"one engine, round trip of {trip_ms} ms", "tokens/s", rate, near, goal, higher_is_better=True)
+
+    def engine_rate(self, stack):
+        """Tokens per second of an engine in one process."""
+        printed = stack.wooly("run", "-q", sys.executable, "-c", ENGINE, self.model, CLIENTS, PROMPT, NEW_TOKENS)
+        return float(printed.split()[-1])
 
     def one(self):
         servers = self.servers("first")
@@ -377,7 +389,7 @@ class Bench:
         yield row("first token after hibernation", "ms", 1e3 * statistics.median(found), 1e3 * warm, None)
 
 
-PARTS = ("engine", "one", "two", "weights", "wake", "beside_server", "beside_training")
+PARTS = ("engine", "far", "one", "two", "weights", "wake", "beside_server", "beside_training")
 
 
 def main():

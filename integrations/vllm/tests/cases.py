@@ -136,6 +136,28 @@ def chunked(folder):
     yield "alike", tokens(llm, ALIKE)
 
 
+def ahead(folder):
+    """What many steps under way could change: ends, structured outputs beside others, and requests that leave the device."""
+    llm = engine(folder, max_num_batched_tokens=64, kv_cache_memory_bytes=1 << 19, disable_log_stats=False)
+    for _ in range(2):  # once, the steps' time is unknown
+        yield "greedy", tokens(llm, n=48)
+    params = {"temperature": 0, "ignore_eos": True}
+    asked = [
+        SamplingParams(max_tokens=1, **params),
+        SamplingParams(max_tokens=40, **params),
+        SamplingParams(max_tokens=40, allowed_token_ids=LETTERS, stop_token_ids=LETTERS[:1], temperature=1.0, seed=3),
+        SamplingParams(max_tokens=24, temperature=0, structured_outputs=StructuredOutputsParams(regex="[ab]{9,20}")),
+        SamplingParams(max_tokens=24, temperature=1.0, seed=7, ignore_eos=True),
+    ]
+    prompts = [{"prompt_token_ids": p} for p in (*PROMPTS, ALIKE[0])]
+    for k in range(2):
+        yield f"mixed-{k}", [list(o.outputs[0].token_ids) for o in llm.generate(prompts, asked, use_tqdm=False)]
+    yield "full", tokens(llm, [[*range(k, k + 40)] for k in range(10)], n=100)
+    yield "preemptions", counted(llm, "vllm:num_preemptions")
+    core = llm.llm_engine.engine_core.engine_core
+    yield "steps", core.steps_ahead.wanted()
+
+
 def speculative(folder):
     llm = engine(folder, speculative_config=NGRAMS, disable_log_stats=False)
     yield "greedy", tokens(llm)

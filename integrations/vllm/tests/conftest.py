@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from integrations.vllm.tests import random_llama
+from integrations.vllm.tests import random_llama, servers
 from integrations.vllm.tests.servers import Server, Stack
 
 
@@ -36,6 +36,13 @@ def two_devices(model, tmp_path_factory):
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(stack.wooly, "down")
         stack.wooly("up", "--gpus", "2")
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def distant_stack(model, tmp_path_factory):
+    """A stack whose executor has a round trip of 20 ms to its clients."""
+    with servers.distant_stack(tmp_path_factory.mktemp("distant"), 20) as stack:
         yield stack
 
 

@@ -1,5 +1,6 @@
 """A local stack and servers of vLLM on it, for tests and benchmarks."""
 
+import contextlib
 import json
 import os
 import socket
@@ -8,6 +9,8 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+
+from wooly_testkit.delay_proxy import delay_proxy
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 900
@@ -46,6 +49,19 @@ class Stack:
         """The sessions that are not over."""
         listed = json.loads(self.wooly("tasks", "--json"))["tasks"]
         return [t for t in listed if t["state"] not in ("completed", "failed", "cancelled")]
+
+
+@contextlib.contextmanager
+def distant_stack(state, trip_ms):
+    """Run a stack whose executor has a round trip of `trip_ms` milliseconds to its clients. Yields the `Stack`."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        target = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    stack = Stack(state)
+    with contextlib.ExitStack() as cleanup:
+        endpoint = cleanup.enter_context(delay_proxy(target, trip_ms / 2e3))
+        cleanup.callback(stack.wooly, "down")
+        stack.wooly("up", WOOLY_EXECUTOR_LISTEN=target, WOOLY_EXECUTOR_ADVERTISE=endpoint)
+        yield stack
 
 
 class Server:

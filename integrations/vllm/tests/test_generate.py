@@ -42,6 +42,13 @@ def general(request, stack, model):
     return stack.cases(model, "general", VLLM_USE_V2_MODEL_RUNNER=request.param)
 
 
+def test_many_steps_under_way_over_a_distant_link_change_no_token(stack, distant_stack, model, llama):
+    near, far = stack.cases(model, "ahead"), distant_stack.cases(model, "ahead")
+    assert near.pop("steps") == 2 < far.pop("steps")
+    assert near.pop("preemptions")["vllm:num_preemptions"] > 0 < far.pop("preemptions")["vllm:num_preemptions"]
+    assert far == near and far["greedy"] == continued(llama, PROMPTS, 48)
+
+
 def test_greedy_tokens_equal_transformers(general, llama):
     assert general["greedy"] == continued(llama, PROMPTS)
 

@@ -24,6 +24,7 @@ from wooly_vllm import (
     mxfp4,
     selective_scan,
     states,
+    steps_ahead,
     stopping,
     transfers,
 )
@@ -88,6 +89,7 @@ def install() -> None:
     graphs.weak_ref_tensors = keep
     parallel_state.GroupCoordinator.graph_capture = graph_capture
     stopping.install()
+    steps_ahead.install()
     block_tables.install()
     cache_blocks.install()
     states.install()
