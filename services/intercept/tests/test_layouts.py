@@ -46,6 +46,26 @@ def test_convolution_channels_last_result_has_strides_of_cpu(cuda, dims, last, k
         assert torch.equal(ours.cpu(), theirs)
 
 
+@pytest.mark.parametrize("convolution", [F.conv1d, F.conv_transpose1d], ids=["plain", "transposed"])
+@pytest.mark.parametrize("last", ["input", "weight", "both"])
+@pytest.mark.parametrize("length", [1, 4])
+def test_convolution_1d_of_permuted_tensors_result_has_strides_of_cpu(cuda, length, last, convolution):
+    """Also the strides of dimensions of size 1: a later product chooses its kernel by them."""
+    torch.manual_seed(0)
+    x, weight, given = torch.randn(2, length, 6), torch.randn(6, 3, 6), torch.randn(2, 6, length)
+    x = x.transpose(1, 2) if last != "weight" else x.transpose(1, 2).contiguous()
+    weight = weight.transpose(1, 2) if last != "input" else weight.transpose(1, 2).contiguous()
+
+    def run(device):
+        a, w = [t.to(device).requires_grad_() for t in (x, weight)]
+        result = convolution(a, w, padding=1)
+        return [result.detach(), *torch.autograd.grad(result, (a, w), given.to(device))]
+
+    for ours, theirs in zip(run(cuda), run("cpu"), strict=True):
+        assert ours.stride() == theirs.stride()
+        assert torch.equal(ours.cpu(), theirs)
+
+
 @pytest.mark.parametrize(
     "call",
     [

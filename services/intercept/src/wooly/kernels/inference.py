@@ -179,7 +179,7 @@ def infer(
     on_host = (
         on_host
         or facts.name in INFERRED_ON_HOST
-        or _is_conv3d_channels_last(facts, call)
+        or _library_chooses_layout(facts, call)
         or _is_bool_power(facts, call)
     )
     risky = _may_end_process(facts, call)
@@ -519,11 +519,17 @@ def _statistics_dtype(call: Call) -> torch.dtype:
     return found[0].dtype if all(t.dtype is found[0].dtype for t in found) else torch.float32
 
 
-def _is_conv3d_channels_last(facts: OpFacts, call: Call) -> bool:
-    """Whether the call is a 3D convolution with a tensor that is not contiguous. The library chooses the layout of its result."""
+def _library_chooses_layout(facts: OpFacts, call: Call) -> bool:
+    """Whether the call is a 1D or 3D convolution with strides other than a contiguous tensor's. The library chooses the layout.
+
+    Strides of dimensions of size 1 count, too. A permuted input of a 1D convolution does not: the library makes it contiguous.
+    """
     if not facts.name.startswith("aten.convolution"):
         return False
-    return any(t.dim() == 5 and not t.is_contiguous() for t in tensors_of(call))
+    strided = [t for t in tensors_of(call) if t.dim() in (3, 5) and t.stride() != contiguous_strides(t.shape)]
+    if facts.name != "aten.convolution.default":
+        return bool(strided)
+    return any(t.dim() == 5 or t is call.args[1] or t.is_contiguous() for t in strided)
 
 
 def _is_bool_power(facts: OpFacts, call: Call) -> bool:
