@@ -177,10 +177,7 @@ def infer(
             counts.on_meta += 1
             return [product]
     on_host = (
-        on_host
-        or facts.name in INFERRED_ON_HOST
-        or _library_chooses_layout(facts, call)
-        or _is_bool_power(facts, call)
+        on_host or facts.name in INFERRED_ON_HOST or _library_chooses_layout(facts, call) or _is_bool_power(facts, call)
     )
     risky = _may_end_process(facts, call)
     if not on_host and not facts.mutable and not risky and _has_loose_strides(facts, call):
