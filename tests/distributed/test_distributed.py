@@ -22,6 +22,11 @@ def test_collectives_of_two_ranks_have_the_bits_of_gloo(program):
     assert all("all collectives agree" in out for out in program("collectives.py").output())
 
 
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_collectives_of_gloo_on_device_tensors_have_the_values_of_host_tensors(program, ranks):
+    assert all("gloo agrees" in out for out in program("on_host.py", ranks=ranks).output())
+
+
 @pytest.mark.parametrize(
     ("ranks", "seeds"),
     [(2, (0, 4)), *[pytest.param(n, (100, 140), marks=pytest.mark.slow) for n in (2, 4)]],

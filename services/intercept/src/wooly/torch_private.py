@@ -1556,6 +1556,21 @@ def completed_work(result: Any) -> Any:
     return _work_from_future(done)
 
 
+def collective(name: str) -> Any:
+    """The operator by which a process group of PyTorch's sends a collective through the dispatcher."""
+    return getattr(torch.ops.c10d, name).default
+
+
+def boxed_work(work: Any) -> Any:
+    """A handle as these operators return it."""
+    return work.boxed()
+
+
+def unboxed_work(boxed: Any) -> Any:
+    """The inverse of `boxed_work`."""
+    return torch.distributed.Work.unbox(boxed)
+
+
 def reduction_of(options: Any) -> tuple[str, float]:
     """The reduction that a collective's options (or None, or a `ReduceOp`) name, and the factor of PREMUL_SUM."""
     if options is None:
