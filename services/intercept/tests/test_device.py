@@ -108,6 +108,15 @@ def test_device_with_number_alone_is_cuda(cuda):
         torch.device(None)
 
 
+def test_arguments_of_to_name_the_device_cuda(cuda):
+    """tensordict, torchrl and torchao read the arguments of their methods `to` with this function."""
+    parse = torch._C._nn._parse_to
+    there = torch.device("cuda", 0)
+    assert parse(0)[0] == parse(device=0, dtype=torch.float16)[0] == parse(torch.ones(1, device=cuda))[0] == there
+    assert parse("cpu")[0] == parse(torch.ones(1))[0] == torch.device("cpu")
+    assert parse(torch.float16, True) == (None, torch.float16, True, None)
+
+
 def test_device_with_number_is_of_backend_again_after_removal_of_facade(cuda):
     api._facade.uninstall()
     try:

@@ -1351,6 +1351,22 @@ def lazy_clone_patches(
     yield (torch._C, "_data_address", data_address)
 
 
+def parsing_patch(named: Callable[[torch.device], torch.device]) -> tuple[Any, str, Any]:
+    """The patch (owner, name, value) of what reads the arguments of a method `to`, so that it names devices as `named` does.
+
+    It reads a number, or the device of a tensor, as the device of this build of PyTorch.
+    """
+    owner: Any = torch._C._nn  # its stub is not complete
+    real = owner._parse_to
+
+    @wraps(real)
+    def parse_to(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        device, *more = real(*args, **kwargs)
+        return (device if device is None else named(device), *more)
+
+    return (owner, "_parse_to", parse_to)
+
+
 def run_backward_patches() -> list[tuple[Any, str, Callable[..., Any]]]:
     """The functions that call the autograd engine, as (module, name, function)."""
     engine = torch.autograd.graph._engine_run_backward

@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.overrides import get_default_nowrap_functions
 
 from wooly.device import current
-from wooly.devices import NAME
+from wooly.devices import NAME, shown
 from wooly.facade.names import CUDA, naming_cuda, to_wooly, with_device
 from wooly.facade.printing import host_part
 from wooly.ipc import is_received
@@ -26,6 +26,7 @@ from wooly.torch_private import (
     methods_of_lazy_tensors,
     moves_data_in_place,
     own_tensors,
+    parsing_patch,
     printing_patches,
     raw_device,
     raw_is_cuda,
@@ -79,6 +80,7 @@ def patches() -> Iterator[Patch]:
     for name in _FACTORIES_INTO:
         yield (torch, name, _into(getattr(torch, name)))
     yield from conversion_patches(_to_named)
+    yield parsing_patch(shown)
     yield (torch.UntypedStorage, "byteswap", _byteswap_storage)
     yield (torch.UntypedStorage, "resize_", _resize_storage)
     yield compatible_data_patch()
