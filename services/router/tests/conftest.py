@@ -18,6 +18,7 @@ from wooly_router.jobs import JobActor
 from wooly_router.settings import RouterSettings
 from wooly_router.state.database import Database, migrate
 from wooly_router.state.world import World
+from wooly_router.stops import Stops
 from wooly_router.tasks import TaskActor
 from wooly_router.traces import TraceActor
 from wooly_router.waiting import SOONEST_S
@@ -133,6 +134,12 @@ class Rig:
     jobs: JobActor
     desk: TaskActor
     traces: TraceActor
+    steady: Clock
+
+    def stop(self, seconds):
+        """Stop the router's process for some time: it does nothing, and its clocks go on."""
+        self.clock.now += seconds
+        self.steady.now += seconds
 
     async def beat(self):
         for executor in self.executors:
@@ -269,7 +276,9 @@ def rig(nats_server, settings, monkeypatch):
         jobs = JobActor(app, actor)
         world.traces.keeps = True
         desk, traces = TaskActor(app, actor, jobs), TraceActor(app, world, actor.gate)
-        built = Rig(app, actor, clock, [FakeExecutor(app, n) for n in names], jobs, desk, traces)
+        actor.stops = Stops(steady := Clock())
+        actor.stops.note()
+        built = Rig(app, actor, clock, [FakeExecutor(app, n) for n in names], jobs, desk, traces, steady)
         await actor.resume()
         try:
             async with app.running():

@@ -517,29 +517,108 @@ async def test_lapse_keeps_session_that_is_renewed_while_the_database_is_read(ri
 
 
 @pytest.mark.on_both
-async def test_router_that_was_stopped_ends_no_session(rig, monkeypatch):
-    """It has not read the heartbeats and renewals of that time."""
+@pytest.mark.parametrize("when", ["wait", "lapsed", "in_states", "lease"])
+async def test_router_that_was_stopped_ends_no_session(rig, monkeypatch, when):
+    """It has not read the heartbeats and renewals of that time. The stop may come while it waits for the database."""
     async with rig("a") as r:
         name = (await r.open()).session_id
+        r.clock.now += 6
         await r.actor.on_heartbeat(r.executors[0].heartbeat(sessions=(name,)))
-        rounds = []
-
-        async def stopped(timeout_s):
-            if not rounds:
-                r.clock.now += 60
-            await asyncio.sleep(0.01)
+        if when == "lease":  # the lease was over before, and the router is looking for the cause
+            r.clock.now += 3.5
+        rounds, stops = [], []
 
         async def round_of(duties, done=Duties.round):
             await done(duties)
             rounds.append(await r.sessions())
 
-        monkeypatch.setattr(r.jobs, "wait", stopped)
+        async def wait(timeout_s):
+            if when == "wait":
+                stop()
+            await asyncio.sleep(0.01)
+
+        def stop():
+            if not stops:
+                stops.append(when)
+                r.stop(60)
+
+        def then_stop(do):
+            async def done(*given, **wanted):
+                answer = await do(*given, **wanted)
+                stop()
+                return answer
+
+            return done
+
+        if when != "wait":
+            monkeypatch.setattr(r.tasks, when, then_stop(getattr(r.tasks, when)))
+        monkeypatch.setattr(r.jobs, "wait", wait)
         monkeypatch.setattr(Duties, "round", round_of)
         task = asyncio.create_task(r.duties().run(0.01))
         while len(rounds) < 3:
             await asyncio.sleep(0.01)
         task.cancel()
-        assert rounds[2] == [name]
+        assert stops and rounds[2] == [name]
+
+
+@pytest.mark.on_both
+async def test_lapse_keeps_session_that_another_router_renews_meanwhile(rig, monkeypatch):
+    async with rig("a") as r:
+        name, lease = (await r.open()).session_id, r.tasks.lease
+        r.clock.now += 19
+        await r.beat()
+
+        async def then_renew(*given):
+            found = await lease(*given)
+            await r.tasks.prolong({name: r.clock.now + 9})
+            return found
+
+        monkeypatch.setattr(r.tasks, "lease", then_renew)
+        assert await r.actor.lapse() == 0 and await r.sessions() == [name] and not r.executors[0].closed
+        monkeypatch.setattr(r.tasks, "lease", lease)
+        r.clock.now += 19
+        await r.beat()
+        assert await r.actor.lapse() == 1
+
+
+@pytest.mark.on_both
+async def test_session_that_opens_while_a_router_takes_its_opening_for_abandoned_stays_open(rig, monkeypatch):
+    async with rig("a") as r:
+        started, goes_on = asyncio.Event(), asyncio.Event()
+        start, lease = opening.Opening._start, r.tasks.lease
+
+        async def slow(*given):
+            started.set()
+            await goes_on.wait()
+            await start(*given)
+
+        async def opens_after(*given):
+            found = await lease(*given)
+            goes_on.set()
+            await openings[0]
+            return found
+
+        monkeypatch.setattr(opening.Opening, "_start", slow)
+        openings = [asyncio.create_task(r.open())]
+        await started.wait()
+        r.clock.now += ABANDONED_S + 1
+        await r.beat()
+        monkeypatch.setattr(r.tasks, "lease", opens_after)
+        assert await r.actor.lapse() == 0
+        assert await r.sessions() == [openings[0].result().session_id] and not r.executors[0].closed
+
+
+@pytest.mark.on_both
+async def test_heartbeat_from_before_a_session_does_not_end_it(rig):
+    """A router that was stopped may have an old heartbeat when it looks for sessions that executors do not have."""
+    async with rig("a") as r:
+        name = (await r.open()).session_id
+        r.stop(20)
+        assert await r.actor.reconcile() == 0
+        r.clock.now += NEW_SESSION_S - 1
+        assert await r.actor.reconcile() == 0
+        await r.actor.on_heartbeat(r.executors[0].heartbeat(sessions=()))
+        assert await r.actor.reconcile() == 1 and not await r.sessions(), name
 
 
 @pytest.mark.on_both

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 from sqlalchemy.exc import SQLAlchemyError
@@ -61,6 +61,7 @@ from wooly_router.state.config import AuditRecord
 from wooly_router.state.database import UNREACHABLE
 from wooly_router.state.tasks import Lease, TaskRecord
 from wooly_router.state.world import World
+from wooly_router.stops import Stops
 from wooly_router.tenants import TenantActor
 
 log = logging.getLogger("wooly.router")
@@ -112,8 +113,12 @@ class RouterActor:
         self.clock = clock
         self.settings = settings
         self._app = app
-        #: Since when heartbeats have been heard: none was before the start, or while this process was stopped.
-        self._heard_since = clock()
+        self.stops = Stops()
+        #: The stops of this process after which leases were extended.
+        self._resumed = 0
+        #: Since when heartbeats have been heard: none was before the start, or while this process was stopped. And the stops
+        #: until then.
+        self._heard_since, self._heard_stops = clock(), 0
         self.issuer = settings.issuer()
         self.limits = Limits(settings)
         self.blobs = TenantBlobs(app, settings)
@@ -177,8 +182,19 @@ class RouterActor:
 
         Silent executors count as lost only some time after this: no router has heard them meanwhile.
         """
-        self._heard_since = self.clock()
+        stops, self._heard_since = self.stops.count, self.clock()
         await self.world.tasks.prolong_all(self.clock() + self.settings.lease_s)
+        self._resumed = stops
+
+    def was_stopped(self) -> bool:
+        """Whether this process was stopped, and has not extended the leases since."""
+        return self.stops.count != self._resumed
+
+    def _listens_since(self) -> float:
+        """Since when heartbeats have been heard without a break. A stop may have ended at this moment."""
+        if (stops := self.stops.count) != self._heard_stops:
+            self._heard_since, self._heard_stops = self.clock(), stops
+        return self._heard_since
 
     # -- opening -----------------------------------------------------------------------------------------------------
 
@@ -358,18 +374,37 @@ class RouterActor:
             await self.end(record, state, request.reason or "closed by its client")
         return CloseSessionReply(closed=True)
 
-    async def end(self, record: TaskRecord, state: str, reason: str) -> bool:
+    async def end(
+        self,
+        record: TaskRecord,
+        state: str,
+        reason: str,
+        *,
+        lapsed: float | None = None,
+        only_from: Collection[str] = (),
+    ) -> bool:
         """End a running session, here and on its executors, and the other ranks of its program with it. Returns False if it has
         ended already.
+
+        Args:
+            record: the session.
+            state: the state in which it ends.
+            reason: why.
+            lapsed: end it only if its lease was over at this time; it may have been renewed since it was read.
+            only_from: end it only in one of these states; empty: in any.
         """
-        ended = await self._end_alone(record, state, reason)
+        ended = await self._end_alone(record, state, reason, lapsed, only_from)
         if ended:
             await self._end_gang(record, state, reason)
         return ended
 
-    async def _end_alone(self, record: TaskRecord, state: str, reason: str) -> bool:
+    async def _end_alone(
+        self, record: TaskRecord, state: str, reason: str, lapsed: float | None = None, only_from: Collection[str] = ()
+    ) -> bool:
         async with self.world.database.writing() as s:
-            ended = await self.world.tasks.move(s, record.id, state, reason, self.clock())
+            ended = await self.world.tasks.move(
+                s, record.id, state, reason, self.clock(), only_from=only_from, lapsed=lapsed
+            )
         if ended:
             await self.close_on_executors(record, record.id, reason)
             await self._close_peers(record, reason)
@@ -625,10 +660,13 @@ class RouterActor:
             if r is not None and not await self._keeps_reserved(r, now) and not await self._keeps_silent(r, now)
         ]
         over = [r for r in over if not self._is_renewed(r.id)]  # while this round read the database
-        ended = await asyncio.gather(*[self.end(r, "failed", _why_over(r)) for r in over])
+        if self.was_stopped():  # renewals of that time may not have been read yet
+            return 0
+        ended = await asyncio.gather(*[self.end(r, "failed", _why_over(r), lapsed=now) for r in over])
         for record in await self.world.tasks.in_states("pending", kind="session"):
             if now - record.created_at > ABANDONED_S and await self.world.tasks.lease(record.id) is None:
-                ended.append(await self.end(record, "failed", "the router that was opening it has ended"))
+                why = "the router that was opening it has ended"
+                ended.append(await self.end(record, "failed", why, only_from=("pending",)))
         return sum(ended)
 
     async def _keeps_reserved(self, record: TaskRecord, now: float) -> bool:
@@ -672,7 +710,7 @@ class RouterActor:
     def _may_speak(self, executor_id: str, since: float, now: float) -> bool:
         """Whether an executor has not been heard since a time, but is not lost."""
         heard = self.registry.heard(executor_id) or 0.0
-        silent_s = now - max(heard, self._heard_since)
+        silent_s = now - max(heard, self._listens_since())
         return heard <= since and silent_s <= LOST_AFTER_S and not self.registry.ended(executor_id)
 
     async def reconcile(self) -> int:
@@ -700,13 +738,13 @@ class RouterActor:
 
         For `LOST_AFTER_S` after its own start, or after it was stopped, a router does not count silent executors as lost.
         """
-        now = self.clock()
-        heard = max(self.registry.heard(executor_id) or 0.0, self._heard_since)
+        now, last = self.clock(), self.registry.heard(executor_id)
+        heard = max(last or 0.0, self._listens_since())
         if ended := self.registry.ended(executor_id):
             return f"executor {executor_id} is lost: {ended}"
         if now - heard > LOST_AFTER_S:
             return f"executor {executor_id} is lost: no heartbeat for {now - heard:.0f} s"
-        if now - since <= NEW_SESSION_S or self.registry.heard(executor_id) is None:
+        if last is None or last - since <= NEW_SESSION_S:  # a late heartbeat says nothing of a session that is younger
             return ""
         return "" if self.registry.has(executor_id, session_id) else f"executor {executor_id} does not have it"
 

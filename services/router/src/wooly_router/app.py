@@ -74,6 +74,7 @@ async def serve(settings: RouterSettings) -> None:
                 "leadership": leadership.run,
                 "duties": duties.run,
                 "leases": actor.keep_leases,
+                "stops": actor.stops.run,
                 "job commands": jobs.take_commands,
                 "job reports": jobs.take_reports,
                 "traces": traces.run,

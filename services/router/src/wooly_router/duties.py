@@ -18,8 +18,6 @@ from wooly_router.state.nodes import GpuRecord, Sample
 
 log = logging.getLogger("wooly.router")
 EVERY_S = 1.0
-#: Seconds by which a wait may be too long. After a longer one, this process was stopped (its virtual machine moved, a debugger).
-STOPPED_S = 2.0
 #: Seconds between two samples of every device.
 SAMPLE_S = 10.0
 #: Seconds between two searches for old data and abandoned uploads.
@@ -47,13 +45,12 @@ class Duties:
         The same holds after a time in which this process was stopped: it has not read what was said meanwhile.
         """
         while True:
-            asked = self._actor.clock()
             await self._jobs.wait(every_s)
-            stopped_s = self._actor.clock() - asked - every_s
             try:
-                if stopped_s > STOPPED_S:
+                if self._actor.was_stopped():
                     log.warning(
-                        "this process was stopped for %.0f s; the leases of all sessions are extended", stopped_s
+                        "this process was stopped for %.0f s; the leases of all sessions are extended",
+                        self._actor.stops.last_s,
                     )
                     await self._actor.resume()
                 if self._database_away:

@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.blobs import BlobCorruptError, BlobMissingError
-from wooly_bus.errors import BusError, EnvelopeError, RefusedError
+from wooly_bus.errors import BusError, BusTimeoutError, EnvelopeError, RefusedError
 from wooly_bus.queue_reader import Taken, take
 from wooly_bus.streams import StreamError, ensure_stream, publish
 from wooly_bus.supervision import start_errand
@@ -472,20 +472,33 @@ class JobActor:
         except BusError as e:
             log.warning("executor %s did not start job %s: %s", executor_id, task.id, e)
             await self._retry_attempt(task, f"executor {executor_id} did not start it: {e}")
+            if isinstance(e, BusTimeoutError):  # it may start it yet
+                self._end_unwanted(task, executor_id, "its executor did not confirm it in time")
             return
         async with self._world.database.writing() as s:
-            started = await self._tasks.move(
-                s,
-                task.id,
-                "started",
-                f"on {executor_id}",
-                self._router.clock(),
-                attempt=task.attempt,
-                only_from=["pending"],
-            )
-        if not started and (now := await self._tasks.get(task.id)) is not None and now.state in ("failed", "cancelled"):
-            await self._router.executors.close([executor_id], session_of(task), now.reason)
+            # This router may have been stopped meanwhile: then another one has taken the attempt for lost.
+            if started := await self._tasks.is_on(s, task.id, task.attempt, executor_id):
+                started = await self._tasks.move(
+                    s,
+                    task.id,
+                    "started",
+                    f"on {executor_id}",
+                    self._router.clock(),
+                    attempt=task.attempt,
+                    only_from=["pending"],
+                )
+        if not started:
+            now = await self._tasks.get(task.id)
+            if now is None or now.state in ("failed", "cancelled") or _attempt(now) != _attempt(task):
+                self._end_unwanted(task, executor_id, now.reason if now is not None else "the job is forgotten")
         self._changed.set()
+
+    def _end_unwanted(self, task: TaskRecord, executor_id: str, reason: str) -> None:
+        """End an attempt on an executor that the router no longer waits for, in the background. It would hold the device, and be
+        billed.
+        """
+        closing = self._router.executors.close([executor_id], session_of(task), reason)
+        start_errand(closing, f"end of attempt {task.attempt} of job {task.id}")
 
     # -- telling -----------------------------------------------------------------------------------------------------
 
@@ -516,6 +529,10 @@ class JobActor:
             log.warning("task events cannot be published: %s; trying again", e)
         await self._tasks.tell(told)
         return len(told)
+
+
+def _attempt(task: TaskRecord) -> tuple[int, tuple[PartRecord, ...]]:
+    return task.attempt, task.parts
 
 
 def _module(task: TaskRecord) -> str:

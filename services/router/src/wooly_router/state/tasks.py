@@ -226,6 +226,7 @@ class TaskStore:
         *,
         attempt: int | None = None,
         only_from: Iterable[str] = (),
+        lapsed: float | None = None,
         **changes: Any,
     ) -> bool:
         """Change a task's state. Returns False, without a change, if the task is in a wrong state or at another attempt.
@@ -233,12 +234,16 @@ class TaskStore:
         Args:
             attempt: the attempt that the change is about; None: any attempt.
             only_from: the states from which the change is allowed; empty: all states that may come before `state`.
+            lapsed: change it only if its lease was over at this time; None: with any lease.
             changes: other columns to set in the same statement.
         """
         allowed = tuple(only_from) or sources(state)
         condition = and_(TaskRow.id == task_id, TaskRow.state.in_(allowed))
         if attempt is not None:
             condition = and_(condition, TaskRow.attempt == attempt)
+        if lapsed is not None:
+            over = select(LeaseRow.task_id).where(LeaseRow.task_id == task_id, LeaseRow.lease_until < lapsed)
+            condition = and_(condition, over.exists())
         if state == "started":
             changes["started_at"] = at
         elif state in ENDED:
@@ -329,6 +334,12 @@ class TaskStore:
     async def is_at(self, s: AsyncSession, task_id: str, state: str, attempt: int) -> bool:
         """Tell whether a task is in a state and at an attempt. The row stays locked until the transaction ends."""
         query = select(TaskRow.id).where(TaskRow.id == task_id, TaskRow.state == state, TaskRow.attempt == attempt)
+        return await s.scalar(query.with_for_update()) is not None
+
+    async def is_on(self, s: AsyncSession, task_id: str, attempt: int, executor_id: str) -> bool:
+        """Tell whether a task is at an attempt, and has a device of an executor. The row stays locked until the transaction ends."""
+        mine = TaskRow.parts.any(PartRow.executor_id == executor_id)
+        query = select(TaskRow.id).where(TaskRow.id == task_id, TaskRow.attempt == attempt, mine)
         return await s.scalar(query.with_for_update()) is not None
 
     async def take_devices(self, s: AsyncSession, task_id: str, parts: Sequence[PartRecord], **changes: Any) -> None:
