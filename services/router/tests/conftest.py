@@ -57,6 +57,7 @@ class FakeExecutor:
         self.policies = {}
         self.refuse = None
         self.asked, self.held_up = [], 0
+        self.late_s = 0.0
         self.kept, self.dropped, self.kept_devices = [], [], []
         app.serve(contracts.EXECUTOR_SESSION_OPEN.at(name), self.on_open)
         app.serve(contracts.EXECUTOR_SESSION_RENEW.at(name), self.on_renew)
@@ -84,6 +85,7 @@ class FakeExecutor:
         return SteerSessionReply(policy=policy, suspended=False, exclusive=False)
 
     async def on_run_job(self, request):
+        await asyncio.sleep(self.late_s)
         if self.refuse:
             raise self.refuse
         self.jobs.append(request)

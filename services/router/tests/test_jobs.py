@@ -335,6 +335,53 @@ async def test_job_of_dead_router_is_started_by_next_router(rig_on):
         assert await state(r) == "started" and r.executors[0].jobs[0].attempt == 2
 
 
+async def test_attempt_that_its_executor_begins_too_late_is_ended_there(rig_on, monkeypatch):
+    """The job runs again elsewhere. Two executions would hold two devices, and be billed."""
+    monkeypatch.setattr(jobs_module, "EXECUTOR_TIMEOUT_S", 0.2)
+    async with rig_on("a") as r:
+        await r.jobs.on_submit_job(job(r))
+        executor = r.executors[0]
+        executor.late_s = 0.5
+        await r.jobs.round()
+        assert await state(r) == "pending"
+        while not executor.closed:
+            await asyncio.sleep(0.05)
+        assert executor.closed == [("job-0001-1", "its executor did not confirm it in time")]
+
+
+@pytest.mark.parametrize("then", ["its place is free", "it runs again"])
+async def test_start_that_comes_after_another_router_took_it_for_lost_does_not_count(rig_on, then):
+    """The router that starts it was stopped meanwhile. A job that has started without a device would never end."""
+    async with rig_on("a") as r:
+        await r.jobs.on_submit_job(job(r))
+        request = r.app.request
+
+        async def stopped(rpc, message, **wanted):
+            answer = await request(rpc, message, **wanted)
+            if message in r.executors[0].jobs and message.attempt == 1:
+                r.clock.now += jobs_module.START_CONFIRM_S + 1
+                await r.beat()
+                await r.jobs.round()
+                if then == "it runs again":
+                    r.clock.now += RETRY_S + 1
+                    await r.jobs.round()
+            return answer
+
+        r.app.request = stopped
+        await r.jobs.round()
+        r.app.request = request
+        task = await r.tasks.get("job-0001")
+        assert (task.state, task.attempt) == (("pending", 1) if then == "its place is free" else ("started", 2))
+        assert bool(task.parts) == (then == "it runs again")
+        while not r.executors[0].closed:
+            await asyncio.sleep(0.05)
+        assert [name for name, _ in r.executors[0].closed] == ["job-0001-1"]
+        r.clock.now += RETRY_S + 1
+        await r.beat()
+        await r.jobs.round()
+        assert await r.jobs.on_job_ended(ended(r)) and await story(r) == ["pending", "started", "completed"]
+
+
 @pytest.mark.parametrize("wrong_for", ["a lost attempt", "a start without a confirmation"])
 async def test_job_postponed_by_wrong_clock_is_retried_soon(rig_on, wrong_for):
     async with rig_on("a") as r:
