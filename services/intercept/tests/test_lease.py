@@ -5,9 +5,10 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from wooly import control
+from wooly import control, opening
 from wooly.control import RENEWALS_PER_LEASE, RETRY_DIVISOR, ControlError, OpenedSession
 from wooly.departures import Departures
+from wooly.errors import NotConnectedError
 from wooly_bus import contracts
 from wooly_wis.messages import ClientFacts, OpenSessionRequest
 
@@ -230,3 +231,69 @@ def test_session_whose_script_has_ended_does_not_wait_for_another_executor(opene
         session.stop_recovering()
     recovering.join(WAIT_S)
     assert told == ["its script has ended, so the session does not go on in another executor"]
+
+
+def error(code, *, retryable=False):
+    failure = ControlError("not now")
+    failure.code, failure.retryable = code or failure.code, retryable
+    return failure
+
+
+@pytest.mark.parametrize(
+    ("answers", "over"),
+    [
+        (["", "router.renewing", "router.no_session"], True),
+        (["", "router.executor_lost"], True),
+        (["", "router.database", None], False),
+        (["router.forbidden"], False),
+        ([""] * 50, False),
+    ],
+)
+def test_session_is_over_if_the_router_says_so_and_it_is_asked_until_it_answers(opened, monkeypatch, answers, over):
+    monkeypatch.setattr(control, "OVER_S", 0.3)
+    monkeypatch.setattr(control, "OVER_AGAIN_S", 0.01)
+    left, controller = list(answers), Controller()
+    session = opened(controller)
+    controller.wait_asked(1)
+    session.expect_end()
+
+    def answer():
+        if threading.current_thread() is threading.main_thread() and left:
+            code = left.pop(0)
+            if code is not None:
+                raise error(code, retryable=code in ("router.renewing", "router.database"))
+
+    controller.answer = answer
+    begun = time.monotonic()
+    assert session.is_over() == over
+    assert not left or (time.monotonic() - begun >= 0.3 and len(left) < 50)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_another_session_is_asked_for_until_the_controller_answers_again(monkeypatch, answers):
+    """The first session ended before its client connected to it. A controller that never answered is not waited for."""
+    monkeypatch.setattr(opening, "OUTLAST_S", WAIT_S if answers else 0.1)
+    monkeypatch.setattr(opening, "AGAIN_S", 0.01)
+    lost = SimpleNamespace(ephemeral=False, is_over=lambda: True, close=lambda: None)
+    left = [error(""), error(""), lost, error(""), error(""), "found"]
+
+    def ask(*_):
+        found = left.pop(0) if len(left) > 1 or answers else error("")
+        if isinstance(found, ControlError):
+            raise found
+        return found
+
+    def use(opened, recoveries):
+        if opened is lost:
+            raise NotConnectedError("the session is not open here")
+
+    monkeypatch.setattr(opening, "_ask_for", ask)
+    monkeypatch.setattr(opening, "_recoveries", lambda *_: (None, []))
+    for _ in range(2):
+        with pytest.raises(ControlError):
+            opening.open_and_use(None, "", None, use, None)
+    if answers:
+        assert opening.open_and_use(None, "", None, use, None) == "found"
+    else:
+        with pytest.raises(ControlError):
+            opening.open_and_use(None, "", None, use, None)

@@ -5,7 +5,7 @@ from collections import namedtuple
 
 import pytest
 from sqlalchemy.exc import OperationalError
-from wooly_bus.errors import RefusedError
+from wooly_bus.errors import BusTimeoutError, RefusedError
 from wooly_router import opening
 from wooly_router.actor import ABANDONED_S, LEFT
 from wooly_router.state.tasks import PartRecord
@@ -144,6 +144,59 @@ async def test_turn_taken_by_router_that_died_is_given_again(rig):
         r.clock.now += ABANDONED_S + 0.1
         await r.beat()
         assert (await r.turn(waiting, **ALL)).parts
+
+
+async def test_client_that_did_not_get_the_answer_which_opened_its_session_gets_another(rig):
+    """Its router was killed just then, or NATS was restarted."""
+    async with rig("a") as r:
+        first, waiting = [await r.queue(**ALL) for _ in range(2)]
+        await r.close(first)
+        lost = await r.turn(waiting, **ALL)
+        found = await r.turn(waiting, **ALL)
+        assert [p.endpoints for p in found.parts] == [p.endpoints for p in lost.parts] and found.lease_s == lost.lease_s
+        assert (found.session_id, found.token) == (waiting.session_id, waiting.token)
+        assert await r.sessions() == [waiting.session_id] and len(r.executors[0].sessions) == 1
+        stranger = waiting.model_copy(update={"token": "x" * 32})
+        assert (await refusal(r.turn(stranger, **ALL))).code == "router.no_session"
+        r.executors[0].refuse = RefusedError("executor.admission", "no room")
+        answer = await refusal(r.turn(waiting, **ALL))
+        assert (answer.code, answer.retryable) == ("router.opening", True) and "no room" in str(answer)
+        r.clock.now += 6
+        assert (await refusal(r.turn(waiting, **ALL))).code == "router.opening"  # its executor is silent
+        assert await r.sessions() == [waiting.session_id] and len(r.executors[0].closed) == 1
+
+
+@pytest.mark.on_both
+@pytest.mark.parametrize(("then", "code"), [("hosts", "router.opening"), ("is silent", "router.cancelled")])
+async def test_router_that_was_stopped_while_it_opened_a_session_leaves_it_to_the_router_that_did(
+    rig, monkeypatch, then, code
+):
+    async with rig("a", "b") as r:
+        firsts = [await r.queue(**ALL) for _ in range(2)]
+        waiting = await r.queue(**ALL)
+        for first in firsts:
+            await r.close(first)
+        other, opened, host = r.another(), [], r.actor.executors.host
+        for executor in r.executors:
+            await other.on_heartbeat(executor.heartbeat())
+
+        async def stopped(asks, timeout_s):
+            answers = await host(asks, timeout_s)
+            if not opened:
+                await r.tasks.prolong({waiting.session_id: r.clock.now + 2 * ABANDONED_S})
+                r.clock.now += ABANDONED_S + 0.1
+                for executor in r.executors:
+                    await other.on_heartbeat(executor.heartbeat())
+                    await r.actor.on_heartbeat(executor.heartbeat())
+                opened.append(await r.turn(waiting, other, **ALL))
+            return answers if then == "hosts" else [BusTimeoutError("no answer") for _ in answers]
+
+        monkeypatch.setattr(r.actor.executors, "host", stopped)
+        assert (await refusal(r.turn(waiting, **ALL))).code == code
+        await asyncio.sleep(0.1)  # it closes what it has opened in the background
+        (part,) = opened[0].parts
+        assert await r.sessions() == [waiting.session_id]
+        assert waiting.session_id in r.executors["ab".index(part.executor_id)].sessions
 
 
 async def test_turn_while_executor_is_lost_goes_on_waiting(rig):

@@ -204,6 +204,8 @@ RETRY_DIVISOR = 15
 SPANS_TIMEOUT_S = 2.0
 #: Number of attempts to tell the last note of a session when it is closed, and seconds between two of them.
 NOTE_ATTEMPTS, NOTE_AGAIN_S = 4, 0.1
+#: Maximum time, in seconds, to ask a router that does not answer whether a session is over, and the time between two questions.
+OVER_S, OVER_AGAIN_S = 30.0, 0.25
 #: Maximum number of characters of the reason with which a session ends.
 MAX_REASON = 1024
 #: Timeout for opening a session, in seconds. The router asks executors and writes to its database, which takes long on a busy
@@ -322,13 +324,21 @@ class OpenedSession:
         self._thread = start_thread(self._keep, "wooly-lease")
 
     def is_over(self) -> bool:
-        """Ask whether the session has ended at the router or at one of its executors."""
+        """Ask whether the session has ended at the router or at one of its executors. While no router answers, ask again."""
         request = RenewSessionRequest(session_id=self.session_id, token=self.token)
-        try:
-            self._controller.ask(contracts.ROUTER_SESSION_RENEW, request)
-        except ControlError as e:
-            return e.code in ("router.no_session", "router.executor_lost")
-        return False
+        until = time.monotonic() + OVER_S
+        while not self._was_lost:
+            try:
+                self._controller.ask(contracts.ROUTER_SESSION_RENEW, request)
+            except ControlError as e:
+                if e.code in ("router.no_session", "router.executor_lost"):
+                    return True
+                if not (e.retryable or e.code == ControlError.code) or time.monotonic() >= until:
+                    return False
+            else:
+                return False
+            time.sleep(OVER_AGAIN_S)
+        return True
 
     def when_lost(self, call: Callable[[str], None]) -> None:
         """Call `call` with the reason when the session ends unexpectedly, or now if it has ended.

@@ -40,6 +40,9 @@ log = logging.getLogger("wooly")
 T = TypeVar("T")
 #: Maximum number of sessions that `enable` opens, one after the other, if an executor ends before the client connects to it.
 MAX_OPENS = 3
+#: Maximum time, in seconds, for which a client asks a controller that no longer answers for another session, and the time between
+#: two questions.
+OUTLAST_S, AGAIN_S = 30.0, 0.5
 #: Maximum time, in seconds, for which a client tries to come back to its standalone executor; and the time between two attempts.
 RETURN_S, RETURN_AGAIN_S = 60.0, 0.25
 
@@ -216,10 +219,16 @@ def open_and_use(
     Raises:
         WoolyError: no controller or no executor is available.
     """
-    others = MAX_OPENS
+    others, until = MAX_OPENS, time.monotonic()
     while True:
+        try:
+            opened = _ask_for(settings, near, gang)
+        except WoolyError as e:
+            if e.code != "wooly.control" or time.monotonic() >= until:  # it does not answer
+                raise
+            time.sleep(AGAIN_S)
+            continue
         others -= 1
-        opened = _ask_for(settings, near, gang)
         reopening, recoveries = _recoveries(settings, opened, went)
         try:
             links = use(opened, recoveries)
@@ -232,6 +241,9 @@ def open_and_use(
             if not again:
                 raise
             log.warning("an executor ended before the client connected to it; another session is opened: %s", e)
+            until = (
+                time.monotonic() + OUTLAST_S
+            )  # the controller answered before: it may be stopped, or be started again
 
 
 def open_link(settings: Settings) -> tuple[Any, Link]:

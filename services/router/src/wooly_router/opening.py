@@ -12,7 +12,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from opentelemetry import trace
@@ -39,6 +39,7 @@ from wooly_router.core.gangs import ALONE, Gang
 from wooly_router.core.placement import DeviceRequest, Pool, as_record, summary
 from wooly_router.core.queue import Waiting, turn_of
 from wooly_router.core.registry import FORGOTTEN_AFTER_S, Registry
+from wooly_router.core.tasks import ENDED
 from wooly_router.executors import Executors
 from wooly_router.gangs import Gangs, reserved_for
 from wooly_router.limits import Limits
@@ -83,6 +84,13 @@ class TakenError(RefusedError):
     record: Mapping[str, object] = {}
 
 
+class OvertakenError(RefusedError):
+    """Another router opens the session, or has opened it: this router was silent for longer than `ABANDONED_S`."""
+
+    def __init__(self, session_id: str) -> None:
+        super().__init__("router.opening", f"session {session_id} is opened by another router", retryable=True)
+
+
 class Opening:
     """Opens sessions.
 
@@ -116,6 +124,8 @@ class Opening:
         self._executors, self._advice, self._issuer = executors, advice, issuer
         self.channel_key = settings.channel_signer()
         self._started = clock()
+        #: Sessions that this router is opening: the time in the database until which no other router opens them.
+        self._claimed: dict[str, float] = {}
         self._queue = SessionQueue(world, clock)
         self._gangs = Gangs(world)
 
@@ -133,6 +143,8 @@ class Opening:
         if request.place is not None:
             task = await self._queue.enter(request.place, request.tenant, known)
             try:
+                if task.state == "started":
+                    return await self._answer_again(bound(request, task), task, request.place.token, until)
                 return await self._open_traced(bound(request, task), task, request.place.token, until)
             finally:
                 self._queue.leave(task.id)
@@ -176,6 +188,29 @@ class Opening:
             trace.get_current_span().set_attribute("task_id", task.id)
             return await self._open_task(request, task, token, until, trace_id)
 
+    async def _answer_again(
+        self, request: OpenSessionRequest, task: TaskRecord, token: str, until: float
+    ) -> OpenSessionReply:
+        """Answer a client whose session is open: the answer that opened it was lost, with its router or with NATS.
+
+        Raises:
+            RefusedError: an executor of the session does not answer now. If it is lost, the session ends, and its client may ask
+                anew.
+        """
+        alive = {e.executor_id: e for e in self._registry.alive(self._clock())}
+        executors = tuple([alive[p.executor_id] for p in task.parts if p.executor_id in alive])
+        failed: dict[str, BusError] = {}
+        if len(executors) == len(task.parts):
+            config, nodes = await self._world.settings()
+            percents = tuple([overcommit_of(nodes.get(e.node), config) for e in executors])
+            reply = await self._host_all(request, task, token, executors, percents, until, failed)
+            if reply is not None:
+                return reply
+        why = "; ".join([f"{name}: {error}" for name, error in failed.items()]) or "an executor of it is silent"
+        raise RefusedError(
+            "router.opening", f"session {task.id} is open, but cannot be used yet: {why}", retryable=True
+        )
+
     async def _expected(self, request: OpenSessionRequest) -> list[str]:
         """Return the contents that a session will probably share: those that the tenant's last session of this model shared."""
         if request.dedup == "off":
@@ -210,6 +245,8 @@ class Opening:
                         raise
                     taken = e if isinstance(e, TakenError) else TakenError(e.code, str(e))
                     return await self._queue.wait(task, token, str(e), taken.would_fit, taken.record)
+        except OvertakenError:
+            raise
         except BaseException as e:
             if request.place is not None and isinstance(e, UNREACHABLE):  # its client asks again, or its lease ends
                 await self._queue.put_back(task.id)
@@ -221,9 +258,34 @@ class Opening:
                 start_errand(self._fail_later(task, mine, reason), f"end of session {task.id}")
             raise
         finally:
+            self._claimed.pop(task.id, None)
             if silent:  # they may still host the session, which nobody uses
-                closing = self._executors.close(sorted(silent), task.id, "it was opened elsewhere, or not at all")
+                closing = self._close_unused(task.id, silent, "it was opened elsewhere, or not at all")
                 start_errand(closing, f"closing of session {task.id}")
+
+    async def _close_unused(self, session_id: str, names: Collection[str], reason: str) -> None:
+        """Close a session on executors, except on those where another router has opened it meanwhile."""
+        known = await self._world.tasks.get(session_id)
+        used = set() if known is None or known.state in ENDED else {p.executor_id for p in known.parts}
+        await self._executors.close(sorted(set(names) - used), session_id, reason)
+
+    def _check_mine(self, task: TaskRecord, known: TaskRecord | None) -> None:
+        """Check, inside a transaction, that no other router opens a session.
+
+        Args:
+            task: the session, as this router has read it before.
+            known: the session as it is now.
+
+        Raises:
+            OvertakenError: another one does, or has.
+            RefusedError: the session was cancelled.
+        """
+        if known is None or known.state in ENDED:
+            raise _cancelled(task.id)
+        claimed = self._claimed.get(task.id)  # before, a later question of its client may take it over
+        mine = claimed is None or known.retry_at == claimed
+        if not mine or (known.state, known.attempt) != ("pending", task.attempt):
+            raise OvertakenError(task.id)
 
     async def _fail(self, task: TaskRecord, token: str, reason: str) -> None:
         """End a session that could not be opened.
@@ -331,6 +393,7 @@ class Opening:
                 retryable=True,
             )
         async with self._world.database.deciding() as s:
+            self._check_mine(task, await self._world.tasks.get(task.id, s))
             gang = task.gang if not task.attempt else ALONE  # after a loss, each rank gets another device alone
             if gang.task_id:
                 ranks = {r.id: r for r in await self._world.tasks.gang(gang.task_id, s)}
@@ -339,6 +402,7 @@ class Opening:
                     await self._world.tasks.take_devices(
                         s, task.id, [PartRecord(chosen.executor_id, chosen.node)], retry_at=now + ABANDONED_S
                     )
+                    self._claimed[task.id] = now + ABANDONED_S
                     config, nodes = await self._world.settings(s)
                     return (chosen,), (overcommit_of(nodes.get(chosen.node), config),)
                 if any(r.started_at is not None for r in ranks.values()):
@@ -375,6 +439,7 @@ class Opening:
                 executors, parts = executors[task.rank : task.rank + 1], parts[task.rank : task.rank + 1]
             begun = {"placement": as_record(want, placement), "attempt": task.attempt, "retry_at": now + ABANDONED_S}
             await self._world.tasks.take_devices(s, task.id, parts, **begun)
+            self._claimed[task.id] = now + ABANDONED_S
             if queues:  # while a router opens it, its client does not ask
                 await self._queue.keep(s, task.id, now + ABANDONED_S)
         return executors, tuple([overcommit_of(nodes.get(e.node), config) for e in executors])
@@ -417,11 +482,14 @@ class Opening:
         parts, unexpected = self._parts(request.tenant, task.id, executors, answers, failed)
         taken = [p.executor_id for p in parts]
         if len(parts) < len(executors):
+            if task.state == "started":  # it is open there, and its client asks again
+                return None
             await self._executors.close(taken, task.id, "another executor did not take its part of the session")
             if unexpected is not None:
                 raise unexpected
             return None
-        await self._start(task, token, taken)
+        if task.state != "started":
+            await self._start(task, token, taken)
         credentials = ""
         if self._issuer is not None:
             ttl_s = self._settings.session_credentials_s
@@ -507,21 +575,20 @@ class Opening:
 
         Raises:
             RefusedError: the session was cancelled meanwhile.
+            OvertakenError: another router opens it.
         """
         now, session_id = self._clock(), task.id
         try:
             async with self._world.database.writing() as s:
-                opened = await self._world.tasks.move(
-                    s, session_id, "started", f"on {', '.join(names)}", now, attempt=task.attempt
-                )
-                if opened:
-                    await self._world.tasks.set_lease(s, Lease(session_id, token, now + self._settings.lease_s))
+                self._check_mine(task, await self._world.tasks.locked(s, session_id))
+                await self._world.tasks.move(s, session_id, "started", f"on {', '.join(names)}", now)
+                await self._world.tasks.set_lease(s, Lease(session_id, token, now + self._settings.lease_s))
+        except RefusedError as e:
+            await self._close_unused(session_id, names, str(e))
+            raise
         except Exception as e:
             await self._executors.close(names, session_id, f"its start could not be stored: {type(e).__name__}")
             raise
-        if not opened:
-            await self._executors.close(names, session_id, "the session was cancelled")
-            raise RefusedError("router.cancelled", f"session {session_id} was cancelled while it was being opened")
 
     async def _admit_all(
         self,
@@ -564,6 +631,10 @@ def _waits(request: OpenSessionRequest, refusal: RefusedError) -> bool:
     if isinstance(refusal, TakenError) or refusal.code in FULL:
         return True
     return request.place is not None and refusal.code in PASSING
+
+
+def _cancelled(session_id: str) -> RefusedError:
+    return RefusedError("router.cancelled", f"session {session_id} was cancelled while it was being opened")
 
 
 def _model(request: OpenSessionRequest) -> str:

@@ -67,6 +67,8 @@ class SessionQueue:
     async def enter(self, place: QueuePlace, tenant: str, known: TaskRecord | None = None) -> TaskRecord:
         """Return the session whose client asks for its turn. `leave` must follow.
 
+        It is started if its client did not get the answer that opened it.
+
         Args:
             place: its place.
             tenant: its tenant.
@@ -76,7 +78,8 @@ class SessionQueue:
             RefusedError: the session does not wait, another router examines it now, or its client asks too early.
         """
         task = known or await self._waiting(place, tenant)
-        if task.id in self._asking or (task.parts and (task.retry_at or 0.0) > self._clock()):
+        opens = task.state == "pending" and bool(task.parts) and (task.retry_at or 0.0) > self._clock()
+        if task.id in self._asking or opens:
             raise RefusedError("router.opening", f"session {task.id} is being opened already", retryable=True)
         if 0 <= self._clock() - self._answered.get(task.id, float("-inf")) < SOONEST_S:
             raise RefusedError(
@@ -105,7 +108,7 @@ class SessionQueue:
             raise RefusedError(
                 "router.place_lost", f"session {task.id} left the queue: {task.reason}; ask anew", retryable=True
             )
-        if lease is None or task.state not in ("pending", "hibernated"):
+        if lease is None or task.state not in ("pending", "hibernated", "started"):
             why = f" ({task.reason})" if task.reason else ""
             raise RefusedError(
                 "router.no_session", f"session {task.id} does not wait in the queue: it is {task.state}{why}"

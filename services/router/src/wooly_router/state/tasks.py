@@ -337,7 +337,7 @@ class TaskStore:
         return await s.scalar(query.with_for_update()) is not None
 
     async def is_on(self, s: AsyncSession, task_id: str, attempt: int, executor_id: str) -> bool:
-        """Tell whether a task is at an attempt, and has a device of an executor. The row stays locked until the transaction ends."""
+        """Tell whether a task is at an attempt and has a device of an executor. The row stays locked until the transaction ends."""
         mine = TaskRow.parts.any(PartRow.executor_id == executor_id)
         query = select(TaskRow.id).where(TaskRow.id == task_id, TaskRow.attempt == attempt, mine)
         return await s.scalar(query.with_for_update()) is not None
@@ -483,6 +483,11 @@ class TaskStore:
                 return await self.get(task_id, s)
         row = await s.get(TaskRow, task_id, populate_existing=True)
         return None if row is None else _record(row)
+
+    async def locked(self, s: AsyncSession, task_id: str) -> TaskRecord | None:
+        """One task. Its row stays locked until the transaction ends."""
+        await s.execute(select(TaskRow.id).where(TaskRow.id == task_id).with_for_update())
+        return await self.get(task_id, s)
 
     async def leased(self, task_id: str) -> tuple[Lease | None, TaskRecord | None]:
         """Return a session's lease and the session, read together."""
