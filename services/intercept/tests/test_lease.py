@@ -113,6 +113,20 @@ def test_failed_renewal_is_retried_early(opened, monkeypatch):
     )
 
 
+def test_renewals_that_fail_for_the_same_reason_are_told_once_until_one_succeeds(opened, caplog):
+    answers = ["no router"] * 4 + ["no NATS"] * 2 + [""] + ["no NATS"] * 3
+
+    def answer():
+        if text := answers.pop(0) if answers else "":
+            raise ControlError(text)
+
+    controller = Controller(answer)
+    opened(controller)
+    controller.wait_asked(11)
+    told = [r.getMessage().rpartition(": ")[2] for r in caplog.records]
+    assert told == ["no router", "no NATS", "no NATS"]
+
+
 def test_renewals_that_fail_while_the_session_is_closed_are_not_told(opened, caplog):
     failed = []
 

@@ -2,7 +2,7 @@
 
 import pytest
 from wooly.control import ControlError
-from wooly.turn import DATABASE_AWAY, QUIET_S, REPEAT_S, RETRY_S, QueueTimeoutError, Turn
+from wooly.turn import DATABASE_AWAY, QUIET_S, REPEAT_S, RETRY_S, UNANSWERED_S, QueueTimeoutError, Turn
 from wooly_wis.messages import (
     ClientFacts,
     DeviceFacts,
@@ -139,11 +139,25 @@ def test_turn_of_cancelled_session_ends_with_error():
     assert len(script.asked) == 2
 
 
-def test_turn_of_new_session_without_answer_ends_with_error():
-    script = Script(failure("wooly.control"))
+def test_turn_of_new_session_outlasts_controller_that_is_started_again():
+    script = Script(*[failure("wooly.control", text="no router")] * 5, OPENED)
+    assert script.turn.open() is OPENED and script.now == 5 * RETRY_S
+    assert script.said == ["wooly: the session is not open yet: no router"]
+
+
+@pytest.mark.parametrize("queue_s", [0.0, 100.0])
+def test_turn_of_new_session_without_answer_ends_with_error(queue_s):
+    script = Script(failure("wooly.control"), queue_s=queue_s)
     with pytest.raises(ControlError):
         script.turn.open()
-    assert len(script.asked) == 1 and not script.left
+    assert script.now == (UNANSWERED_S if queue_s else 0.0) and not script.left
+
+
+def test_turn_that_lost_its_place_is_asked_anew_of_a_controller_that_does_not_answer_for_a_while():
+    script = Script(
+        *[waits()] * 40, failure("router.place_lost", retryable=True), failure("wooly.control"), waits(), OPENED
+    )
+    assert script.turn.open() is OPENED
 
 
 @pytest.mark.parametrize("place", [None, QueuePlace(session_id="s", token="t")])

@@ -509,7 +509,7 @@ class OpenedSession:
         Returns:
             The reason why the session ended; empty if `close` ended it.
         """
-        renewed, pause = time.monotonic(), self._lease_s / RENEWALS_PER_LEASE
+        renewed, pause, told = time.monotonic(), self._lease_s / RENEWALS_PER_LEASE, ""
         while not self._closing.wait(pause):
             if not self._hosted.is_set():
                 return "the session's executor is lost"
@@ -517,7 +517,7 @@ class OpenedSession:
             recoveries = self._recoveries
             try:
                 reply = self._ask_renewal()
-                renewed = time.monotonic()
+                renewed, told = time.monotonic(), ""
                 if self.departures is not None and recoveries == self._recoveries:
                     self.departures.heed(reply)
                 self._begin_sending()
@@ -529,7 +529,9 @@ class OpenedSession:
                 if recoveries != self._recoveries or not self._hosted.is_set():
                     renewed = time.monotonic()
                     continue  # this answer is about an executor that the session has left
-                log.warning("a renewal of the session's lease failed and is tried again: %s", e)
+                if told != str(e):  # else each attempt of a long time would say so
+                    told = str(e)
+                    log.warning("a renewal of the session's lease failed and is tried again: %s", e)
                 silent = e.code == "router.executor_lost" and time.monotonic() - renewed >= self._lease_s
                 if silent or e.code == "router.no_session":
                     return str(e)

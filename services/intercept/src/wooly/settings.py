@@ -106,7 +106,8 @@ class Settings(BaseSettings):
         ge=0,
         le=30 * 86400,
         description="seconds to wait in the queue if no device has room, by class and then in order of arrival, and for the "
-        "controller's database if it is away; 0: end with an error at once",
+        "controller's database if it is away, and at most 30 s for a controller that no longer answers; 0: end with an error at "
+        "once",
     )
     collectives: Literal["executor", "clients"] = Field(
         "executor",

@@ -1,7 +1,8 @@
 """Waits for a session's turn: a full cluster queues sessions, and the client asks until its session is opened.
 
-A session that does not wait in the queue yet is refused at once, except while the controller's database is away: then the client
-asks until the database is back.
+A session that does not wait in the queue yet is refused at once, with two exceptions. While the controller's database is away,
+the client asks until the database is back. A controller that was reached and does not answer may be starting again: it is asked
+for `UNANSWERED_S`.
 
 It knows no transport: `ask` sends a request to the controller.
 """
@@ -24,8 +25,11 @@ QUIET_S = 2.0
 REPEAT_S = 30.0
 #: Seconds to wait after a question that was not answered.
 RETRY_S = 1.0
-#: Code of the router's refusals while its database does not answer.
+#: Seconds after the first question of a session without a place in which a question without an answer is repeated.
+UNANSWERED_S = 30.0
+#: Code of the router's refusals while its database does not answer, and of questions without an answer.
 DATABASE_AWAY = "router.database"
+UNANSWERED = "wooly.control"
 
 
 class QueueTimeoutError(WoolyError):
@@ -104,6 +108,8 @@ class Turn:
         self._queue_s, self._ask, self._leave = queue_s, ask, leave
         self._say, self._clock, self._sleep = say, clock, sleep
         self._since = clock()
+        #: Since when the session has no place.
+        self._new_since = self._since
         self._place = place
         self._wait: SessionWait | None = None
         #: Why the last question was not answered; None: it was.
@@ -146,9 +152,9 @@ class Turn:
             if e.code == "router.place_lost":  # this process was stopped for a while
                 if self._request.lost:  # another session would not have its checkpoints
                     raise
-                self._place = None
+                self._place, self._new_since = None, self._clock()
             self._failure = e
-            if e.code == DATABASE_AWAY:
+            if e.code == DATABASE_AWAY or self._place is None:
                 self._tell(e.code)
             return None
         self._failure = None
@@ -161,8 +167,9 @@ class Turn:
     def _passes(self, error: WoolyError) -> bool:
         """Tell whether the session waits for a later answer after this error."""
         if self._place is None:
-            return error.code == DATABASE_AWAY and self._queue_s > 0
-        return error.retryable or error.code == "wooly.control"
+            unanswered = error.code == UNANSWERED and self._clock() - self._new_since < UNANSWERED_S
+            return self._queue_s > 0 and (unanswered or error.code == DATABASE_AWAY)
+        return error.retryable or error.code == UNANSWERED
 
     def _tell(self, what: str) -> None:
         """Say why the session waits, if the session waits for something else than before, or for long."""
@@ -176,7 +183,7 @@ class Turn:
         if failure is not None and failure.code == DATABASE_AWAY:
             return _waits_for_database(failure)
         if wait is None:
-            return "the controller did not answer" if failure is None else f"the controller did not answer: {failure}"
+            return "the controller did not answer" if failure is None else f"the session is not open yet: {failure}"
         fits = f"; now would start: {wait.would_fit}" if wait.would_fit else ""
         return f"the session waits for a device, place {wait.place} of {wait.length} in the queue: {wait.reason}{fits}"
 

@@ -337,7 +337,7 @@ class TaskStore:
         return await s.scalar(query.with_for_update()) is not None
 
     async def is_on(self, s: AsyncSession, task_id: str, attempt: int, executor_id: str) -> bool:
-        """Tell whether a task is at an attempt and has a device of an executor. The row stays locked until the transaction ends."""
+        """Tell whether a task is at an attempt and has a device of an executor. The row stays locked, as by `locked`."""
         mine = TaskRow.parts.any(PartRow.executor_id == executor_id)
         query = select(TaskRow.id).where(TaskRow.id == task_id, TaskRow.attempt == attempt, mine)
         return await s.scalar(query.with_for_update()) is not None
