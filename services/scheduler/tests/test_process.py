@@ -19,6 +19,8 @@ from wooly_wis.messages import (
     AdmitSessionRequest,
     DeviceFacts,
     ExecutorHeartbeat,
+    GpusReply,
+    GpusRequest,
     SteerSessionRequest,
 )
 
@@ -402,6 +404,31 @@ async def test_silent_gpu_is_forgotten_unless_it_sends_heartbeats(executor, star
 
         await until(gone)
         assert await listed(e.app, "gpu-0") is not None
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "the scheduler is started again"])
+async def test_gpu_that_was_silent_for_long_is_followed_on(executor, start_scheduler, meanwhile):
+    """NATS was away, and its executor goes on with the same journal."""
+    first = start_scheduler(WOOLY_SCHEDULER_SILENCE_S="1")
+    async with executor() as e:
+        e.populate()
+        await e.publish()
+        before = await followed(e)
+
+        async def gone():
+            return await e.app.request(contracts.SCHEDULER_GPU_LIST, GpusRequest(), timeout=2) == GpusReply(gpus=())
+
+        await until(gone)
+        if meanwhile != "nothing":
+            first.terminate()
+            await asyncio.to_thread(first.communicate, timeout=20)
+            await e.app.jetstream().purge_stream(contracts.EXECUTOR_DISPATCH_JOURNALED.stream_name)
+            start_scheduler()
+        e.work()
+        await e.publish()
+        after = await followed(e)
+        assert not after.lost and after.entries > before.entries
+        assert {s.programs for s in after.sessions} == {40}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -31,7 +31,7 @@ from wooly_wis.messages import (
     SteerSessionRequest,
 )
 
-from wooly_scheduler.checkpoint import MAX_BYTES, CheckpointError, decode, encode
+from wooly_scheduler.checkpoint import MAX_BYTES, CheckpointError, decode, decode_follower, encode
 from wooly_scheduler.core.admission import Demand
 from wooly_scheduler.gpu import EXECUTOR_TIMEOUT_S, GpuActor
 from wooly_scheduler.settings import SchedulerSettings
@@ -45,6 +45,9 @@ OBJECT = "checkpoint"
 ROUTER_TIMEOUT_S = 2.0
 #: Seconds that a request waits for the replay of the journals.
 SETTLE_S = 1.0
+#: Seconds for which, and maximum number of bytes in which, the states of forgotten GPUs are kept. NATS, or the way to it, may
+#: have been away: such an executor goes on with its journal, which nothing can follow from its middle.
+QUIET_S, QUIET_BYTES = 86_400.0, 32 << 20
 #: Approximate size, in bytes, of one piece of a listing.
 LISTING_BYTES = 600_000
 
@@ -64,6 +67,8 @@ class SchedulerActor:
         self.read_until = 0
         self._settings, self._app, self._clock = settings, app, clock
         self._kept = -1
+        #: Of forgotten GPUs: when they were forgotten, the last message that the state covers, and the state.
+        self._quiet: dict[str, tuple[float, int, bytes]] = {}
         self._read_all = False  # whether all messages were read that the stream had at the start
         app.serve(contracts.SCHEDULER_SESSION_ADMIT, self.on_admit_session)
         app.serve(contracts.SCHEDULER_SESSION_STEER, self.on_steer_session)
@@ -77,7 +82,10 @@ class SchedulerActor:
         """The actor of a GPU. It is created if it does not exist."""
         found = self.gpus.get(executor_id)
         if found is None:
-            found = self.gpus[executor_id] = GpuActor(executor_id, self._settings, self._app, self._clock)
+            _, position, data = self._quiet.pop(executor_id, (0.0, 0, b""))
+            follower = decode_follower(data) if data else None
+            found = GpuActor(executor_id, self._settings, self._app, self._clock, follower, position)
+            self.gpus[executor_id] = found
         return found
 
     # -- journals ----------------------------------------------------------------------------------------------------
@@ -116,9 +124,27 @@ class SchedulerActor:
             now = self._clock()
             for name, gpu in list(self.gpus.items()):
                 if self._read_all and gpu.caught_up and now - max(gpu.heard, self.started) > silence:
+                    position, data = await self._state_of(gpu)
+                    if not gpu.caught_up or now - gpu.heard <= silence:
+                        continue  # it sent something meanwhile
                     log.info("GPU %s is forgotten, because it sent nothing for %.0f s", name, now - gpu.heard)
                     del self.gpus[name]
+                    self._keep_quiet(name, now, position, data)
                     await gpu.stop()
+
+    @staticmethod
+    async def _state_of(gpu: GpuActor) -> tuple[int, bytes]:
+        try:
+            return await gpu.checkpoint()
+        except CheckpointError as e:
+            log.warning("%s; if its executor goes on, the scheduler does not see its sessions until it is restarted", e)
+            return 0, b""
+
+    def _keep_quiet(self, name: str, now: float, position: int, data: bytes) -> None:
+        self._quiet[name] = now, position, data
+        self._quiet = {n: kept for n, kept in self._quiet.items() if now - kept[0] <= QUIET_S}
+        while sum(len(data) for _, _, data in self._quiet.values()) > QUIET_BYTES:
+            del self._quiet[min(self._quiet, key=lambda n: self._quiet[n][0])]
 
     async def on_heartbeat(self, heartbeat: ExecutorHeartbeat) -> None:
         """An executor is alive, even if its journal has no new entries."""
@@ -147,6 +173,7 @@ class SchedulerActor:
                 whole.append((name, position, data))
                 if not gpu.caught_up:
                     sequence = min(sequence, position)
+            whole += [(name, position, data) for name, (_, position, data) in self._quiet.items() if data]
             checkpoint = encode(sequence, whole)
         except CheckpointError as e:
             log.error("the checkpoint could not be encoded: %s; a restart replays from the previous checkpoint", e)
