@@ -67,18 +67,23 @@ async def test_unexpected_error_is_internal_and_logged(nats_server, caplog):
     assert [r.levelno for r in caplog.records if "handler failed" in r.getMessage()] == [logging.ERROR]
 
 
-async def test_error_that_passes_is_a_retryable_refusal(nats_server):
+async def test_error_that_passes_is_a_retryable_refusal_and_fills_no_log(nats_server, caplog):
     async def handler(request):
-        raise ConnectionRefusedError("secret detail")
+        raise ConnectionRefusedError("secret detail\nof many lines")
 
     rpc = Rpc("wooly.v1.rpc.test.passing.ask", CloseSessionRequest, CloseSessionReply)
     app = ServiceApp("test", nats_server)
     app.passing[ConnectionError] = "test.away", "the database does not answer"
     app.serve(rpc, handler)
     async with app.running():
-        with pytest.raises(RefusedError, match=r"^the database does not answer$") as caught:
-            await app.request(rpc, close(), timeout=5)
-        assert caught.value.code == "test.away" and caught.value.retryable
+        for _ in range(20):
+            with pytest.raises(RefusedError, match=r"^the database does not answer$") as caught:
+                await app.request(rpc, close(), timeout=5)
+            assert caught.value.code == "test.away" and caught.value.retryable
+    (told,) = [r for r in caplog.records if "failed" in r.getMessage()]
+    assert (
+        told.getMessage().endswith("handler failed for the time being (test.away): secret detail") and not told.exc_info
+    )
 
 
 async def test_reply_too_large_becomes_error(nats_server):

@@ -29,6 +29,7 @@ from wooly_bus.contract_types import Event, EventContract, Q, R, Rpc
 from wooly_bus.envelope import decode, decode_reply, encode
 from wooly_bus.errors import BusConnectError, BusError, EnvelopeError, shown
 from wooly_bus.health import Check, HealthSettings, serve_health
+from wooly_bus.limited_log import LimitedLog, first_line
 from wooly_bus.nats_client import NatsClient
 from wooly_bus.rpc import nats_errors, settled
 from wooly_bus.supervision import start_task
@@ -93,6 +94,7 @@ class ServiceApp:
         self.knows_tenants = shows is not None
         self.tenant_requests = TENANT_REQUESTS
         self.passing: dict[type[Exception], tuple[str, str]] = {}
+        self._passing_log = LimitedLog(log, "requests failed for such a reason", lines=1)
         self._patience_s = patience_s
         self._last_error = ""
         self._ending = False
@@ -200,6 +202,8 @@ class ServiceApp:
 
             async def bound(request: Q) -> R:
                 return await handler(request, tenant)
+
+            bound.__qualname__ = getattr(handler, "__qualname__", repr(handler))
 
             async def limited() -> R | ErrorReply:
                 if len(message.data) > max_bytes:
@@ -342,18 +346,21 @@ class ServiceApp:
         return self._client is not None and self._client.is_connected
 
     async def _handled(self, handler: Callable[[Q], Awaitable[T]], model: type[Q], data: bytes) -> T | ErrorReply:
-        """The result of the handler. A `BusError` becomes its `ErrorReply`; another error is logged and gets the code `internal`,
-        unless it passes.
+        """The result of the handler. A `BusError` becomes its `ErrorReply`; another error is logged and gets the code `internal`.
+
+        Of errors that pass, few are logged, and in one line: they come with each request.
         """
         try:
             return await handler(decode(data, model))
         except BusError as e:
             return e.to_reply()
         except Exception as e:
-            log.exception("%s failed", getattr(handler, "__qualname__", handler))
+            name = getattr(handler, "__qualname__", handler)
             for kind, (code, text) in self.passing.items():
                 if isinstance(e, kind):
+                    self._passing_log.warning(f"{name} failed for the time being ({code}): {first_line(e)}")
                     return ErrorReply(code=code, message=text, retryable=True)
+            log.exception("%s failed", name)
             return ErrorReply(code="internal", message=f"{type(e).__name__}: {e}"[:4096])
 
     async def _start(self) -> None:

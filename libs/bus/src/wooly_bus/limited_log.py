@@ -7,6 +7,11 @@ import time
 from collections.abc import Callable
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text: the errors of databases have several. Without a text, the name of its class."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
 class LimitedLog:
     """Logs at most `lines` warnings in `period_s` seconds. After the period, logs how many further warnings were suppressed.
 

@@ -14,6 +14,7 @@ import sqlalchemy.exc
 from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import RefusedError
+from wooly_bus.limited_log import first_line
 from wooly_wis.credits import (
     AddPlanRequest,
     BudgetState,
@@ -117,7 +118,7 @@ class MeteringActor:
             try:
                 await self.enforcer.look(None if everybody else frozenset(spent), self.now_us())
             except sqlalchemy.exc.SQLAlchemyError as e:
-                log.warning("budgets cannot be read: %s; metering tries again", e)
+                log.warning("budgets cannot be read: %s; metering tries again", first_line(e))
                 self._spent |= spent
                 await asyncio.sleep(1)
             if everybody:

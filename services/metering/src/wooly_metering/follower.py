@@ -20,6 +20,7 @@ from nats.js.errors import Error as JetStreamError
 from nats.js.errors import NotFoundError
 from opentelemetry import trace
 from wooly_bus import contracts
+from wooly_bus.limited_log import LimitedLog, first_line
 from wooly_bus.stream_reader import read_stream
 from wooly_bus.streams import StreamError, ensure_stream
 from wooly_bus.tracing import context_of, tracer
@@ -61,6 +62,7 @@ class Follower:
     ) -> None:
         self._js, self._writer, self._batch, self._on_booked, self._clock = js, writer, batch, on_booked, clock
         self._tidied = time.monotonic()
+        self._away = LimitedLog(log, "attempts failed, too,", lines=1)
 
     async def run(self) -> None:
         """Read and book. After a failure, start again from the ledger's position."""
@@ -73,7 +75,7 @@ class Follower:
                 log.warning("the usage stream cannot be read: %s; metering tries again", str(e) or type(e).__name__)
                 await asyncio.sleep(RETRY_S)
             except sqlalchemy.exc.SQLAlchemyError as e:
-                log.warning("the ledger cannot be written: %s; metering tries again", e)
+                self._away.warning(f"the ledger cannot be written: {first_line(e)}; metering tries again")
                 await asyncio.sleep(RETRY_S)
 
     async def _created(self) -> str:

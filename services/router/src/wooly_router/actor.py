@@ -58,7 +58,7 @@ from wooly_router.peers import Peers
 from wooly_router.renewed import Renewed
 from wooly_router.settings import RouterSettings
 from wooly_router.state.config import AuditRecord
-from wooly_router.state.database import UNREACHABLE
+from wooly_router.state.database import UNREACHABLE, log_away
 from wooly_router.state.tasks import Lease, TaskRecord
 from wooly_router.state.world import World
 from wooly_router.stops import Stops
@@ -343,6 +343,8 @@ class RouterActor:
             self._renewed.forget()
             try:
                 await self.write_leases()
+            except UNREACHABLE as e:
+                log_away("leases are written later", e)
             except SQLAlchemyError as e:
                 log.warning("leases cannot be written: %s; trying again", e)
 

@@ -13,7 +13,7 @@ from wooly_wis.messages import GpusRequest
 from wooly_router.actor import RouterActor
 from wooly_router.blobs import AbandonedUploads
 from wooly_router.jobs import JobActor
-from wooly_router.state.database import UNREACHABLE
+from wooly_router.state.database import UNREACHABLE, log_away
 from wooly_router.state.nodes import GpuRecord, Sample
 
 log = logging.getLogger("wooly.router")
@@ -62,8 +62,10 @@ class Duties:
                     self._actor.hibernate_after_s = (await self._actor.world.settings())[0].hibernate_after_s
                 if self._leadership.held:
                     await self.round()
-            except Exception as e:
-                self._database_away |= isinstance(e, UNREACHABLE)
+            except UNREACHABLE as e:
+                self._database_away = True
+                log_away("the leader's duties wait", e)
+            except Exception:
                 log.exception("a round of the leader's duties failed; trying again")
 
     async def round(self) -> None:

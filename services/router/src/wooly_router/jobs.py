@@ -44,6 +44,7 @@ from wooly_router.executors import EXECUTOR_TIMEOUT_S
 from wooly_router.gate import DEFAULT_TENANT, Caller
 from wooly_router.limits import LimitError
 from wooly_router.modules import ModuleChecks
+from wooly_router.state.database import UNREACHABLE, log_away
 from wooly_router.state.tasks import PartRecord, TaskRecord, session_of
 from wooly_router.traces import trace_of
 
@@ -127,6 +128,9 @@ class JobActor:
         except (EnvelopeError, RefusedError) as e:
             log.warning("a submitted job is dropped, because it is malformed or not permitted: %s", e)
             await taken.done()
+        except UNREACHABLE as e:
+            log_away("a submitted job is accepted later", e)
+            await taken.later(2.0)
         except Exception:
             log.exception("a submitted job could not be accepted; it will be retried")
             await taken.later(2.0)
@@ -251,6 +255,9 @@ class JobActor:
             except EnvelopeError as e:
                 log.warning("a malformed job report is dropped: %s", e)
                 await taken.done()
+            except UNREACHABLE as e:
+                log_away("a job report is recorded later", e)
+                await taken.later(2.0)
             except Exception:
                 log.exception("a job report could not be recorded; it will be retried")
                 await taken.later(2.0)

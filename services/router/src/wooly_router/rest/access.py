@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Literal
@@ -18,9 +17,8 @@ from wooly_router.gate import Caller, Gate
 from wooly_router.limits import LimitError
 from wooly_router.owner import Owner
 from wooly_router.state.config import AuditRecord
+from wooly_router.state.database import log_away
 from wooly_router.state.tenants import hash_of
-
-log = logging.getLogger("wooly.router")
 
 Area = Literal["tasks", "nodes", "groups", "config", "tenants", "metrics", "audit", "blobs", "credits"]
 Verb = Literal["read", "write"]
@@ -110,7 +108,7 @@ class Access:
             self._valid_tokens.pop(name, None)
             raise
         except SQLAlchemyError as e:  # no handler of the application catches it: the request is not admitted yet
-            log.exception("cannot check a token: the database does not answer")
+            log_away("a token cannot be checked", e)
             raise RefusedError(
                 "router.database", "the controller's database does not answer; see the router's log", retryable=True
             ) from e

@@ -25,7 +25,7 @@ from wooly_router.limits import LimitError
 from wooly_router.rest import cluster, credentials, credits, events, login, metrics, tasks, tenants, traces
 from wooly_router.rest.access import Access, secret_of
 from wooly_router.rest.models import Health, Problem
-from wooly_router.state.database import DATABASE_AWAY, DATABASE_AWAY_TEXT
+from wooly_router.state.database import DATABASE_AWAY, DATABASE_AWAY_TEXT, UNREACHABLE, log_away
 from wooly_router.tasks import TaskActor
 from wooly_router.traces import TraceActor
 
@@ -140,7 +140,10 @@ def _answer_errors(api: FastAPI) -> None:
 
     @api.exception_handler(SQLAlchemyError)
     async def database_away(request: Request, error: SQLAlchemyError) -> JSONResponse:
-        log.exception("REST %s", request.url.path)
+        if isinstance(error, UNREACHABLE):
+            log_away(f"REST {request.url.path} fails", error)
+        else:
+            log.exception("REST %s", request.url.path)
         return _error(503, DATABASE_AWAY, DATABASE_AWAY_TEXT)
 
     @api.exception_handler(Exception)

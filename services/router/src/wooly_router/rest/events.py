@@ -33,6 +33,7 @@ from wooly_router.limits import LimitError
 from wooly_router.rest.access import Access, admitted, secret_of
 from wooly_router.rest.held import HeldStream
 from wooly_router.rest.metrics import live
+from wooly_router.state.database import UNREACHABLE, log_away
 from wooly_router.state.nodes import GroupRecord
 from wooly_router.state.tasks import TaskGlance
 
@@ -147,6 +148,8 @@ class Hub:
                 if before is not None:
                     self._compare(before, seen)
                 before = seen
+            except UNREACHABLE as e:
+                log_away("events are sent later", e)
             except Exception:
                 log.exception("events cannot be sent; trying again")
             await asyncio.sleep(self._every_s)

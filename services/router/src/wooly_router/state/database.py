@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import weakref
 from collections.abc import AsyncIterator
@@ -18,6 +19,7 @@ from sqlalchemy.dialects import postgresql as dialect
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from wooly_bus import postgresql
+from wooly_bus.limited_log import LimitedLog, first_line
 
 from wooly_router.python_private import worker_of
 
@@ -29,10 +31,22 @@ _INSERT: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": dialect.insert
 UNREACHABLE = (exc.OperationalError, exc.InterfaceError, exc.TimeoutError)
 DATABASE_AWAY = "router.database"
 DATABASE_AWAY_TEXT = "the controller's database does not answer; see the router's log"
+#: What `log_away` has told lately.
+_away = LimitedLog(logging.getLogger("wooly.router"), "lines said that the database does not answer", lines=1)
 #: Seconds that a writer waits for another writer (SQLite allows one at a time).
 BUSY_S = 30.0
 #: Seconds that closing waits for operations of SQLite whose callers were cancelled.
 LAST_OPERATION_S = 5.0
+
+
+def log_away(what: str, error: Exception) -> None:
+    """Log that the database does not answer, in one line in ten seconds: each request and each round meets it.
+
+    Args:
+        what: what fails because of it.
+        error: the error.
+    """
+    _away.warning(f"{what}, because the database does not answer: {first_line(error)}")
 
 
 def _config(url: str) -> Config:
