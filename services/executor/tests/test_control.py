@@ -79,6 +79,25 @@ def test_executor_session_is_opened_renewed_and_closed(executor, wis):
     client.channel.close()
 
 
+def test_executor_session_that_comes_back_begins_anew_although_it_was_not_closed(executor, wis):
+    """The request to close it was lost with NATS's server, or was late because this executor was stopped."""
+    reply = executor("open", session_id="back", token="secret", quota=1000)
+    before = wis.client(Endpoint.parse(reply.endpoints[0]), "back", "secret")
+    assert executor("open", session_id="back", token="secret", quota=2000, epoch=2) == reply
+    with pytest.raises(ChannelClosedError):
+        before.sync()
+    after = wis.client(Endpoint.parse(reply.endpoints[0]), "back", "secret")
+    assert after.welcome["device"]["total_memory"] == 2000
+    with pytest.raises(RefusedError) as late:
+        executor("open", session_id="back", token="secret", epoch=1)
+    assert late.value.code == "executor.closed"
+    assert executor("open", session_id="back", token="secret", epoch=2) == reply
+    after.sync()
+    executor("close", session_id="back")
+    for client in (before, after):
+        client.channel.close()
+
+
 @pytest.mark.parametrize(
     ("verb", "fields", "code"),
     [

@@ -96,6 +96,7 @@ class _Lease:
     Attributes:
         token: the token that renews the lease.
         length_s: seconds for which the session stays open without a renewal.
+        epoch: how often the session has gone on in another executor.
         until: when the lease ends, on the actor's clock; infinity while the session is being opened.
         opening: done when the device's thread has opened the session.
         opened: whether the session was opened. Only the device's thread sets it, because only that thread knows the order of
@@ -104,6 +105,7 @@ class _Lease:
 
     token: str
     length_s: float
+    epoch: int = 0
     until: float = math.inf
     opening: asyncio.Future[None] = field(init=False)
     opened: bool = False
@@ -159,10 +161,19 @@ class ExecutorActor(Actor):
         app.serve_tenants(contracts.EXECUTOR_TUNNEL_OPEN.at(settings.id), tunnels.on_open_tenants_tunnel)
 
     async def on_host_session(self, request: HostSessionRequest) -> HostSessionReply:
-        """Open a session. A repeated request for the same session changes nothing, even while the first one waits."""
+        """Open a session. A repeated request for the same session changes nothing, even while the first one waits.
+
+        A session that left this executor, and comes back, begins anew: the request to close it may have been lost. A late request
+        from before it left is refused.
+        """
         lease = self._leases.get(request.session_id)
+        if lease is not None and lease.token == request.token and lease.epoch < request.epoch:
+            self._close(request.session_id, "it goes on in another executor", passing=True)
+            lease = None
         if lease is None:
             lease = self._begin(request)
+        elif lease.token == request.token and lease.epoch > request.epoch:
+            raise RefusedError("executor.closed", f"session {request.session_id} has gone on since this request")
         elif lease.token != request.token:
             raise RefusedError(AdmissionError.code, f"session {request.session_id} is already open with another token")
         elif lease.opened:
@@ -179,7 +190,7 @@ class ExecutorActor(Actor):
         """
         policy = _policy(request.policy or SessionPolicy(priority=request.priority))
         entry, hosted = self._entry(request), hosted_under()
-        lease = self._leases[request.session_id] = _Lease(request.token, request.lease_s)
+        lease = self._leases[request.session_id] = _Lease(request.token, request.lease_s, request.epoch)
 
         def open_session() -> None:
             self._open(request, entry, policy, hosted)

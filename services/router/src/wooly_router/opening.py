@@ -260,14 +260,17 @@ class Opening:
         finally:
             self._claimed.pop(task.id, None)
             if silent:  # they may still host the session, which nobody uses
-                closing = self._close_unused(task.id, silent, "it was opened elsewhere, or not at all")
+                unused = await self._unused(task.id, silent)
+                closing = self._executors.close(unused, task.id, "it was opened elsewhere, or not at all")
                 start_errand(closing, f"closing of session {task.id}")
 
-    async def _close_unused(self, session_id: str, names: Collection[str], reason: str) -> None:
-        """Close a session on executors, except on those where another router has opened it meanwhile."""
-        known = await self._world.tasks.get(session_id)
+    async def _unused(self, session_id: str, names: Collection[str]) -> list[str]:
+        """Those of some executors on which no other router has opened a session meanwhile."""
+        known = None
+        with contextlib.suppress(*UNREACHABLE):
+            known = await self._world.tasks.get(session_id)
         used = set() if known is None or known.state in ENDED else {p.executor_id for p in known.parts}
-        await self._executors.close(sorted(set(names) - used), session_id, reason)
+        return sorted(set(names) - used)
 
     def _check_mine(self, task: TaskRecord, known: TaskRecord | None) -> None:
         """Check, inside a transaction, that no other router opens a session.
@@ -584,7 +587,7 @@ class Opening:
                 await self._world.tasks.move(s, session_id, "started", f"on {', '.join(names)}", now)
                 await self._world.tasks.set_lease(s, Lease(session_id, token, now + self._settings.lease_s))
         except RefusedError as e:
-            await self._close_unused(session_id, names, str(e))
+            await self._executors.close(await self._unused(session_id, names), session_id, str(e))
             raise
         except Exception as e:
             await self._executors.close(names, session_id, f"its start could not be stored: {type(e).__name__}")
