@@ -183,9 +183,10 @@ class Cuts:
         cuts.store_ns = time.perf_counter_ns() - begun
         failed = error is not None or job.cancelled
         why = str(error or "the session has ended") if failed else ""
+        known, cuts.logged = cuts.logged == why, why  # a full disk fails each checkpoint of each session
         self._over(cuts, job.buffers, changed if failed else set(), why)
         if failed:
-            level = logging.INFO if error is None else logging.WARNING
+            level = logging.INFO if error is None else logging.DEBUG if known else logging.WARNING
             log.log(level, "checkpoint %d of session %s is not stored: %s", job.number, session.id, why)
         else:
             cuts.table, cuts.kept = job.table, job.number

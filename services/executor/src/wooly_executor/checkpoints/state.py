@@ -30,6 +30,7 @@ class SessionCuts:
         store_ns: how long storing the last cut took.
         stored: figures of the last stored cut; None: none is stored.
         error: why the last cut is not stored; empty if it is, or is being stored.
+        logged: why an earlier cut was not stored, as the log says; empty: a later one was stored.
         waits: the session's next frame waits until the last cut is stored.
         restoring: the restore in progress; None: there is none.
     """
@@ -47,6 +48,7 @@ class SessionCuts:
     store_ns: int = 0
     stored: StoredCheckpoint | None = None
     error: str = ""
+    logged: str = ""
     waits: bool = False
     restoring: Restoring | None = None
 
