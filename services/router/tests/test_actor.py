@@ -12,6 +12,7 @@ from wooly_bus.channel.token import SignedPass
 from wooly_bus.errors import RefusedError
 from wooly_router import actor, advice, executors, opening
 from wooly_router.actor import ABANDONED_S, HEARD, NEW_SESSION_S, SILENT
+from wooly_router.core.registry import LOST_AFTER_S
 from wooly_router.duties import Duties
 from wooly_router.opening import HEARTBEAT_GRACE_S, OPEN_BUDGET_S
 from wooly_router.state import tasks
@@ -559,6 +560,21 @@ async def test_router_that_was_stopped_ends_no_session(rig, monkeypatch, when):
             await asyncio.sleep(0.01)
         task.cancel()
         assert stops and rounds[2] == [name]
+
+
+@pytest.mark.on_both
+@pytest.mark.parametrize("recovers", [True, False])
+async def test_session_that_can_go_on_does_not_lapse_because_its_executor_was_silent(rig, recovers):
+    """No renewal succeeds while the executor is silent, so the lease may be over as soon as the executor is lost."""
+    async with rig("a") as r:
+        name = (await r.open(recovers=recovers)).session_id
+        r.clock.now += 6
+        await r.beat()
+        r.clock.now += LOST_AFTER_S + 0.1  # the lease is over, too
+        await r.duties().round()
+        task = await r.tasks.get(name)
+        assert task.state == ("pending" if recovers else "failed")
+        assert ("no heartbeat" in task.reason) == recovers
 
 
 @pytest.mark.on_both

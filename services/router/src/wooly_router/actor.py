@@ -690,7 +690,12 @@ class RouterActor:
         that has just started has heard none. An executor that has the session, and does not call its client silent, has just
         got a renewal that is not written yet (another router writes its own), or is about to end the session itself: it gets
         the length of a lease for that. A rank is not kept, because the other ranks wait for it.
+
+        A session that can go on in another executor, and has lost its own, is left to `reconcile`: its client may have been
+        asking for its lease all the time.
         """
+        if record.state == "started" and record.wants.get("recovers") and self._why_missing(record, now):
+            return True
         if record.state != "started" or record.gang.task_id or not record.parts:
             return False
         lease = await self.world.tasks.lease(record.id)
@@ -734,6 +739,11 @@ class RouterActor:
                     count += 1
                     break
         return count
+
+    def _why_missing(self, record: TaskRecord, now: float) -> str:
+        """Explain why one of a session's executors cannot have it; empty if all can."""
+        found = [self.missing(part.executor_id, record.id, record.started_at or now) for part in record.parts]
+        return next(filter(None, found), "")
 
     def missing(self, executor_id: str, session_id: str, since: float) -> str:
         """Explain why an executor cannot have a session that it took at time `since`; empty if it can.
