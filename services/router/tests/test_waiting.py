@@ -199,6 +199,19 @@ async def test_router_that_was_stopped_while_it_opened_a_session_leaves_it_to_th
         assert waiting.session_id in r.executors["ab".index(part.executor_id)].sessions
 
 
+async def test_new_session_waits_if_its_executor_has_just_ended(rig):
+    """For five seconds, it counts as alive and does not answer. Then it counts as lost, and a session waits for it, too."""
+    async with rig("a") as r:
+        r.clock.now += 5.1
+        await r.actor.on_heartbeat(r.executors[0].heartbeat(executor_id="ghost"))
+        waiting = await r.queue()
+        assert waiting.wait.place == 1 and "executor ghost is alive but does not answer" in waiting.wait.reason
+        r.clock.now += 5.1
+        assert "no executor is alive" in (await r.turn(waiting)).wait.reason
+        await r.beat()
+        assert (await r.turn(waiting)).parts
+
+
 async def test_turn_while_executor_is_lost_goes_on_waiting(rig):
     async with rig("a") as r:
         first, waiting = [await r.queue(**ALL) for _ in range(2)]

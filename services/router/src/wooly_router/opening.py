@@ -68,8 +68,11 @@ LEAVING_PAUSE_S = 0.4
 FAIL_AGAIN_S = 0.25
 #: Codes of refusals for lack of memory by the scheduler and by an executor: they may still count a session that has ended.
 FULL = frozenset({"scheduler.full", "executor.admission"})
+#: The code of the refusal if executors live, as far as is known, but do not answer. They may have just ended: a moment later they
+#: count as lost, and a new session waits for them.
+SILENT = "router.executor_silent"
 #: Codes of refusals that may end by themselves, so that a session which waits already goes on waiting.
-PASSING = frozenset({"router.no_executor", "router.too_few", "router.no_fit", "router.executor_silent"})
+PASSING = frozenset({"router.no_executor", "router.too_few", "router.no_fit"})
 
 
 class TakenError(RefusedError):
@@ -631,7 +634,7 @@ def _waits(request: OpenSessionRequest, refusal: RefusedError) -> bool:
     """Tell whether a session that is refused now waits in the queue, or goes on waiting."""
     if not request.queue:
         return False
-    if isinstance(refusal, TakenError) or refusal.code in FULL:
+    if isinstance(refusal, TakenError) or refusal.code == SILENT or refusal.code in FULL:
         return True
     return request.place is not None and refusal.code in PASSING
 
@@ -664,6 +667,4 @@ def _no_host(failed: dict[str, BusError]) -> RefusedError:
         if isinstance(error, RefusedError):
             return RefusedError(error.code, str(error), retryable=error.retryable)
     names = ", ".join(failed)
-    return RefusedError(
-        "router.executor_silent", f"executor {names} is alive but does not answer; see its log", retryable=True
-    )
+    return RefusedError(SILENT, f"executor {names} is alive but does not answer; see its log", retryable=True)
