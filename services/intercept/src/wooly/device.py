@@ -19,7 +19,6 @@ import wooly_wis
 from wooly import native, storage
 from wooly.determinism import Determinism
 from wooly.devices import NAME, Devices
-from wooly.distributed.host_groups import register_host_groups
 from wooly.errors import ForkedProcessError, NotConnectedError
 from wooly.flags import Flags
 from wooly.interned_forms import Forms
@@ -199,7 +198,10 @@ class RegisteredDevice:
         self.autocast.register(library)
         self._libraries.append(register_autocast())
         self._libraries.append(register_recursive_filter(self.devices))
-        self._libraries.append(register_host_groups())
+        if torch.distributed.is_available():
+            from wooly.distributed.host_groups import register_host_groups
+
+            self._libraries.append(register_host_groups())
         self._libraries.append(_register_fallbacks(Extensions(self.devices, self.generic, _unsupported)))
         register_nested(library)
         for name, kernel in NestedAttention(self._attention).kernels().items():

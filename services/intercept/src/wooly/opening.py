@@ -241,9 +241,7 @@ def open_and_use(
             if not again:
                 raise
             log.warning("an executor ended before the client connected to it; another session is opened: %s", e)
-            until = (
-                time.monotonic() + OUTLAST_S
-            )  # the controller answered before: it may be stopped, or be started again
+            until = time.monotonic() + OUTLAST_S  # the controller answered before: it may be starting again
 
 
 def open_link(settings: Settings) -> tuple[Any, Link]:
