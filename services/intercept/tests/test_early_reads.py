@@ -103,6 +103,20 @@ def test_further_values_at_the_end_of_the_last_program_are_predicted():
     assert sorted(values_of(found)) == [(1, "first", 4), (2, "second", 4)]
 
 
+def test_value_at_the_end_of_the_last_program_is_predicted_if_the_script_waits_before_it_reads():
+    """It comes with the wait."""
+    reads = EarlyReads(parsed, lambda words, slot: 4)
+    for _ in range(4):
+        reads.sent(words_of(STEP, LOSS), [10, 20, 30, 40])
+        reads.waited()
+        found = reads.read(20, "view", 4, 4, "line")
+    assert values_of(found) == [(1, "view", 4)]
+    for _ in range(4):
+        reads.sent(words_of(LOSS, LOSS), [10, 20])
+        other = reads.read(20, "view", 4, 4, "another line")
+    assert other is None
+
+
 def test_prediction_lasts_if_most_values_are_used_and_ends_otherwise():
     good, bad = (
         turns(EarlyReads(parsed, lambda words, slot: 4), 3, (words_of(LOSS, STEP), lambda turn: [10, 20, 30, 40]))[
@@ -152,7 +166,7 @@ def test_loop_that_reads_more_than_it_wrote_works_with_a_smaller_tensor(cuda):
 
 @pytest.fixture
 def frames(cuda, monkeypatch):
-    """What the link sent: RUN and READ. The timer is off."""
+    """What the link sent: RUN, READ and SYNC. The timer is off."""
     recorder = device.current().devices.recorders[0]
     link, found = recorder.link, []
     run, send = link.run, link.send
@@ -161,8 +175,8 @@ def frames(cuda, monkeypatch):
         monkeypatch.setattr(link, "run", lambda *args: found.append("RUN") or run(*args))
 
         def sent(kind, *payload, **options):
-            if kind.name == "READ":
-                found.append("READ")
+            if kind.name in ("READ", "SYNC"):
+                found.append(kind.name)
             return send(kind, *payload, **options)
 
         monkeypatch.setattr(link, "send", sent)
@@ -195,6 +209,30 @@ def test_loss_of_a_loop_is_read_before_the_rest_of_the_step_is_sent(cuda, frames
     assert losses == pytest.approx(loop("cpu", 21, read=lambda step: True)[0])
     assert per_step[0][-1] == "READ"
     assert per_step[-4:] == [["RUN", "READ", "RUN"]] * 4, per_step
+
+
+def test_value_that_is_read_after_synchronize_comes_with_it(cuda, frames):
+    x, found, per_turn = torch.ones(5, device=cuda), [], []
+    for turn in range(8):
+        frames.clear()
+        total = (x * turn).exp().sum()
+        torch.cuda.synchronize()
+        found.append(total.item())
+        per_turn.append(list(frames))
+    assert found == pytest.approx([(torch.ones(5) * turn).exp().sum().item() for turn in range(8)])
+    assert per_turn[0].count("SYNC") == 1 and per_turn[0][-1] == "READ"
+    assert [turn[:2] for turn in per_turn[-3:]] == [["RUN", "READ"]] * 3 and "SYNC" not in per_turn[-1], per_turn
+
+
+def test_synchronize_asks_nothing_if_an_answer_has_shown_that_all_work_is_done(cuda, frames):
+    x = torch.ones(5, device=cuda)
+    x.exp().sum().item()
+    frames.clear()
+    torch.cuda.synchronize()
+    assert frames == ["RUN"]  # what was freed
+    y = x.exp()
+    torch.cuda.current_stream().synchronize()
+    assert frames[1:] == ["RUN", "SYNC"] and y.numel() == 5
 
 
 def test_loss_that_is_read_at_some_steps_is_not_read_at_the_others(cuda, frames):

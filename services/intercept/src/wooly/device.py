@@ -462,7 +462,7 @@ class BackendModule(ModuleType):
         """Wait until the executor has run all work of a device. Raises the errors of that work."""
         recorder = self._recorder(device)
         with recorder.lock:
-            recorder.sync()
+            recorder.finish()
 
     @property
     def default_generators(self) -> tuple[DeviceGenerator, ...]:

@@ -108,6 +108,8 @@ class EarlyReads:
         self._recent: deque[_Sent] = deque(maxlen=_RECENT)
         self._place = _NOWHERE
         self._reads = 0
+        #: Whether the script has waited for the device since the last program.
+        self._waited = False
         self._seen: dict[Hashable, int] = {}
         self._known: dict[_Place, EarlyRead] = {}
         self._refused: set[tuple[_Place, Hashable]] = set()
@@ -120,10 +122,14 @@ class EarlyReads:
             bind: its buffers by slot.
         """
         self._recent.append(_Sent(self._place, words, bind))
-        self._reads = 0
+        self._reads, self._waited = 0, False
         where, count = self._place
         self._place = where, count + 1
         return self._known.get(self._place)
+
+    def waited(self) -> None:
+        """The script has waited for all work, and reads a value then: it could have come with that wait."""
+        self._waited = True
 
     def interrupt(self) -> None:
         """Something else than a recorded program was sent."""
@@ -176,8 +182,8 @@ class EarlyReads:
                 # The same words may come with a smaller buffer. And the first turn of a loop begins at another place than the
                 # next ones: one turn later, all values of a program are predicted at once, so that it has one end.
                 return
-            # At the end of the last program, one read gains nothing. But further ones come with the first.
-            if (worked or not is_last or self._reads) and (program.place, view) not in self._refused:
+            # At the end of the last program, one read gains nothing. But further ones come with the first, or with a wait.
+            if (worked or not is_last or self._reads or self._waited) and (program.place, view) not in self._refused:
                 self._predict(program.place, EarlyRead(words, count, (EarlyValue(slot, view, nbytes),)))
             return
 

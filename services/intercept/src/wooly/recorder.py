@@ -681,7 +681,25 @@ class Recorder(ProgramFields):
         """
         self.flush()
         self.require_link().sync()
+        self.early_reads.waited()
         self.idle()
+
+    def finish(self) -> None:
+        """As `sync`, but ask nothing if an answer has shown that everything has run, or a read that is under way will show it.
+
+        Raises:
+            RemoteOperationError: as `sync`.
+            WoolyError: as `sync`.
+        """
+        works = bool(self.words or self._deferred)
+        link = self.require_link()
+        position = link.position
+        self.flush()
+        if link.reach(link.position if works else position):  # frees alone are no work
+            self.early_reads.waited()
+            self.idle()
+        else:
+            self.sync()
 
     def settle(self) -> None:
         """As `sync`, if something was recorded or sent since the last answer. An error is kept for the next call that waits."""
