@@ -228,8 +228,11 @@ def test_synchronize_asks_nothing_if_an_answer_has_shown_that_all_work_is_done(c
     x = torch.ones(5, device=cuda)
     x.exp().sum().item()
     frames.clear()
+    stream = torch.cuda.current_stream()
     torch.cuda.synchronize()
-    assert frames == ["RUN"]  # what was freed
+    assert frames == ["RUN"] and stream.query() and stream.record_event().query()  # it has sent what was freed
+    stream.synchronize()
+    assert frames == ["RUN"]
     y = x.exp()
     torch.cuda.current_stream().synchronize()
     assert frames[1:] == ["RUN", "SYNC"] and y.numel() == 5

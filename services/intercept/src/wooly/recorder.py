@@ -279,6 +279,8 @@ class Recorder(ProgramFields):
         self.read_ahead = ReadAhead()
         self.read_early: Callable[[Recorder, list[tuple[int, EarlyValue]]], bool] | None = None
         self._early: EarlyRead | None = None
+        #: The link, its last frame after `finish` has sent frees alone, and its last frame before them.
+        self._sent_frees: tuple[Link | None, int, int] = None, 0, 0
         self._limits = ProgramLimits(limit)
         self._limit_before_capture = limit, self._limits
         self._limit_without_early = limit
@@ -693,13 +695,22 @@ class Recorder(ProgramFields):
         """
         works = bool(self.words or self._deferred)
         link = self.require_link()
-        position = link.position
+        position = self._last_work(link)
         self.flush()
-        if link.reach(link.position if works else position):  # frees alone are no work
+        if works:
+            position = link.position
+        else:
+            self._sent_frees = link, link.position, position
+        if link.reach(position):
             self.early_reads.waited()
             self.idle()
         else:
             self.sync()
+
+    def _last_work(self, link: Link) -> int:
+        """Number of the last frame that is work: frees that `finish` has sent alone are none."""
+        of, after, before = self._sent_frees
+        return before if of is link and after == link.position else link.position
 
     def settle(self) -> None:
         """As `sync`, if something was recorded or sent since the last answer. An error is kept for the next call that waits."""
@@ -714,7 +725,7 @@ class Recorder(ProgramFields):
     def mark(self) -> Mark:
         """The current point in the work, for `reach`. If a program is open, the point is the end of this program."""
         if self.link is not None and not self.open:
-            return Mark(self.link, self.link.position)
+            return Mark(self.link, self._last_work(self.link))
         if self._mark is None:
             self._mark = Mark()
         return self._mark
@@ -745,7 +756,7 @@ class Recorder(ProgramFields):
         link = self.link
         if link is None:
             return True
-        return link.passed(link.position if mark is None or mark.link is not link else mark.position)
+        return link.passed(self._last_work(link) if mark is None or mark.link is not link else mark.position)
 
     def set_limit(self, limit: int) -> None:
         """Set the maximum number of instructions per program. Until the next flush, end forms do not close the program."""
@@ -1016,6 +1027,7 @@ class Recorder(ProgramFields):
         self.early_reads = EarlyReads(self._writes_of, self._extent_of)
         self.read_ahead = ReadAhead()
         self._early = self._sent_last = None
+        self._sent_frees = None, 0, 0
         self._reset_program()
         self.link = None
         self.heap.granted = NO_LIMIT
