@@ -75,7 +75,7 @@ def all_to_all(x):
 
 
 def exchange(x):
-    """Each rank says what it receives before it sends."""
+    """Each rank begins to receive, and sends afterwards."""
     found = torch.zeros_like(x)
     for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, found, left), dist.P2POp(dist.isend, x, right)]):
         work.wait()

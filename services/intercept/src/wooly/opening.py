@@ -28,6 +28,7 @@ from wooly.link import Link
 from wooly.recovery import Recovery, Reopened, wanted
 from wooly.reopening import Reopening
 from wooly.routes import reason_not_to_try
+from wooly.turn import UNANSWERED
 
 if TYPE_CHECKING:
     from wooly_wis.messages import DirectSession, GangPlace
@@ -224,7 +225,7 @@ def open_and_use(
         try:
             opened = _ask_for(settings, near, gang)
         except WoolyError as e:
-            if e.code != "wooly.control" or time.monotonic() >= until:  # it does not answer
+            if e.code != UNANSWERED or time.monotonic() >= until:  # it does not answer
                 raise
             time.sleep(AGAIN_S)
             continue

@@ -33,7 +33,7 @@ _RESULTS_FIRST = {
     "reduce_scatter_tensor_coalesced_": False,
     "scatter_": False,
 }
-#: What a rank receives is there later: a rank may first say what it will receive, and then send.
+#: These return before the data has arrived: a rank may begin to receive, and send afterwards.
 _RECEIVING = ("recv_", "recv_any_source_")
 
 
