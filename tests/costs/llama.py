@@ -175,6 +175,7 @@ class Forward:
         for _ in range(STEADY):
             self.send()
             self.run()
+            device.settle()
 
     def _new(self) -> int:
         self._next += 1

@@ -214,6 +214,12 @@ class Device:
         with torch.inference_mode():
             self.loop.turn()
 
+    def settle(self) -> None:
+        """Wait until no thread combines the steps of a program. The next turn uses what it made."""
+        decoders = self.loop.decoders
+        with decoders._changed:
+            decoders._changed.wait_for(lambda: not decoders._waiting and not decoders._running)
+
     def run(self, name: str) -> None:
         """Run a program, and do not wait for it."""
         self.channel.send(Kind.RUN, self._runs[name])
@@ -244,6 +250,7 @@ def running(device: Device, name: str) -> Callable[[], Any]:
     """A program of the device, without an answer."""
     for _ in range(STEADY_RUNS):
         device.run(name)
+        device.settle()
     return lambda: device.run(name)
 
 
@@ -253,6 +260,7 @@ def running_and_reading(device: Device, name: str) -> Callable[[], Any]:
     assert device.run_and_read(name) > before, "the program does not add"
     for _ in range(STEADY_RUNS):
         device.run_and_read(name)
+        device.settle()
     return lambda: device.run_and_read(name)
 
 

@@ -1,8 +1,10 @@
 """Scripts whose executor ends go on in another one, with the bits of an undisturbed run."""
 
+import contextlib
 import json
 import signal
 import threading
+from concurrent import futures
 from pathlib import Path
 
 import pytest
@@ -119,15 +121,17 @@ def test_an_error_after_a_loss_names_its_line(run):
 
 
 @pytest.mark.parametrize("real", [True, False], ids=["executor", "link"])
-def test_what_a_script_repeats_is_free_only_after_a_real_loss(cluster, alice, run, real):
+def test_what_a_script_repeats_is_free_only_after_a_real_loss(cluster, run, tmp_path, real):
     """If only the connection breaks, the client may have broken it."""
-    # Slow, so that the first steps are booked before the loss. What was not booked is not repeated for the bill.
-    run("train.py", 12, 5, SLOW="1", LOSE="9", WOOLYAI_CHECKPOINT_S="1000", **({} if real else {"CUT": "1"}))
-    task = cluster.rest("GET", "tasks?limit=1")["tasks"][0]["task_id"]
-
+    before = {task["task_id"] for task in cluster.rest("GET", "tasks?limit=50")["tasks"]}
+    booked_something = tmp_path / "booked"  # what was not booked before the loss is not repeated for the bill
+    env = {"LOSE": "9", "UNTIL": str(booked_something), "WOOLYAI_CHECKPOINT_S": "1000"} | ({} if real else {"CUT": "1"})
     metering = ControlClient(
         Access(cluster.nats_url, lambda: Credentials.parse(cluster.keys.service_creds.read_text()))
     )
+
+    def begun():
+        return [t["task_id"] for t in cluster.rest("GET", "tasks?limit=50")["tasks"] if t["task_id"] not in before]
 
     def booked():
         return metering.request(METERING_ENTRY_LIST, EntriesRequest(session_id=task, limit=1000)).entries
@@ -136,11 +140,17 @@ def test_what_a_script_repeats_is_free_only_after_a_real_loss(cluster, alice, ru
         rows = metering.request(METERING_CREDITS_SHOW, CreditsRequest(session_id=task)).rows
         return bool(rows) and rows[0].ended
 
-    try:
+    with contextlib.closing(metering), futures.ThreadPoolExecutor(1) as pool:
+        script = pool.submit(run, "train.py", 12, 5, **env)
+        try:
+            cluster.wait(begun)
+            (task,) = begun()
+            cluster.wait(lambda: any(e.core_ns for e in booked()))
+        finally:
+            booked_something.touch()
+        script.result()
         cluster.wait(lambda: ended() or (real and any(e.repeated_core_ns for e in booked())))
         entries = booked()
-    finally:
-        metering.close()
     assert all(e.core_ucr == (e.core_ns - e.repeated_core_ns) * e.pace_ppm // 1_000_000 for e in entries)
     assert any(e.repeated_core_ns for e in entries) == real
 

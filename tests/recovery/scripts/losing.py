@@ -1,6 +1,6 @@
 """Kills the executor of this process at the steps in LOSE, and the router if ROUTER is set. PIDS has their process ids, by name.
 
-With CUT, only the connection of this process to its executor breaks.
+With CUT, only the connection of this process to its executor breaks. With UNTIL, a loss waits until that file exists.
 """
 
 import os
@@ -18,6 +18,9 @@ def step(number, part=0):
     if number in LOSE:
         from wooly import api
 
+        until = os.environ.get("UNTIL")
+        while until and not Path(until).exists():
+            time.sleep(0.01)
         if "CUT" in os.environ:
             api._attached.links[part].connection.channel.abort()
             return

@@ -339,3 +339,5 @@ if __name__ == "__main__":
     die_with_parent()
     _way, *_listeners = [socket.socket(fileno=int(number)) for number in sys.argv[1:]]
     _Server(_way, _listeners[0] if _listeners else None).run()
+    # At the end of an interpreter, Triton prints thirty lines about objects that the frozen modules keep.
+    os._exit(0)
