@@ -101,6 +101,18 @@ def test_counter_on_the_device_needs_no_wait(cuda, waits):
     assert step.clone().cpu().item() == 299
 
 
+def test_number_of_a_small_tensor_that_is_changed_in_place_needs_no_wait(cuda, waits):
+    counts = torch.zeros(4, dtype=torch.int64).to(cuda)
+    for k in range(1, 300):
+        counts += 1
+        assert counts[k % 4].item() == k
+    assert waits() == 0
+    counts[1] = 7
+    assert (counts[1].item(), counts.tolist()) == (7, [299, 7, 299, 299])
+    torch.cuda.synchronize()
+    assert counts.clone().cpu().tolist() == [299, 7, 299, 299]
+
+
 def test_value_that_was_computed_before_two_writes(cuda, waits):
     x = torch.tensor([1.0, 2.0]).to(cuda)
     assert x.tolist() == [1, 2]

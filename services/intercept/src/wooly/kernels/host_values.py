@@ -403,6 +403,21 @@ class Value:
         """Whether other values were computed for this one."""
         return len(self._done) > 1
 
+    @property
+    def whole(self) -> tuple[ViewKey, Tensor] | None:
+        """All that the instruction of the value has written to its buffer; None if it is the value itself, or was not computed.
+
+        What changes a tensor in place needs all of it, also if the script reads one number after each change.
+        """
+        if not self._done:
+            return None
+        last = self._done[-1]
+        program, at, _ = self._place(last)
+        rule, computed = self._values.rule(program.words[at]), self._computed[last]
+        assert rule is not None
+        assert computed is not None
+        return None if rule.view == self._wanted else (rule.view, computed())
+
     def operands(self) -> Iterator[tuple[Range, Tensor]]:
         """The values that were computed for this one, and that are in their buffers now. Call it before anything is sent."""
         for index in self._done[:-1]:

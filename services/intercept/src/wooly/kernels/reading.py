@@ -152,6 +152,8 @@ class Reading:
         computed = value.compute(self._read_all(recorder, link, reads))
         if computed is not None:
             link.keep(buffer, key, computed)
+            if (whole := value.whole) is not None:
+                link.keep(buffer, *whole)
             # Behind a wait, others may have the numbers of buffers that were freed since.
             if value.has_operands and not reads and not value.early:
                 for place, host in value.operands():
