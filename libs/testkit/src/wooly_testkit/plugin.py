@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import gc
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,8 @@ def pytest_unconfigure() -> None:
     forks.shut_down()
     gc.collect()
     gc.freeze()
+    if "triton._C.libtriton" in sys.modules:  # it would print thirty lines about objects that are never collected
+        atexit.register(gc.unfreeze)
     faulthandler.cancel_dump_traceback_later()
 
 
