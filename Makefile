@@ -64,7 +64,7 @@ test-all: setup ## all tests, the slow ones too
 MATRIX ?= 3.11:2.11 3.12:2.12 3.13:2.13 3.14:2.14 3.14:2.15 3.11:2.11@3.14:2.15 3.14:2.15@3.11:2.11
 
 .PHONY: test-matrix
-test-matrix: setup ## the client's, the executor's and the conformance tests with other releases of Python and PyTorch (gigabytes; MATRIX="3.12:2.12 3.13:2.13")
+test-matrix: setup ## the tests of client, executor, torch.distributed and conformance with other releases of Python and PyTorch (gigabytes; MATRIX="3.12:2.12 3.13:2.13")
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements/matrix.txt
 	$(BIN)/python tests/matrix.py --workers $(WORKERS) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX)) $(MATRIX)
 

@@ -1,9 +1,9 @@
 """Runs tests with several releases of Python and PyTorch. Each pair gets a virtual environment in `.matrix/`, made on the spot.
 
 Run: python tests/matrix.py 3.12:2.12 3.13:2.13 3.11:2.11@3.14:2.15
-`3.12:2.12` are the client's, the executor's and the conformance sample's tests with Python 3.12 and PyTorch 2.12. `A@B` are the
-client's tests and the sample in environment A, with executors of environment B. The last lines are a table. The exit status is 0
-if everything was run and nothing failed.
+`3.12:2.12` are the tests of the client, the executor and torch.distributed, and the conformance sample, with Python 3.12 and
+PyTorch 2.12. `A@B` are the client's tests and the sample in environment A, with executors of environment B. The last lines are a
+table. The exit status is 0 if everything was run and nothing failed.
 
 Without uv, pip makes the environments, and each takes its own gigabytes.
 """
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".matrix"
 CLIENT = "services/intercept/tests"
 SAMPLE = "tests/conformance/test_samples.py"
-TESTS = (CLIENT, "services/executor/tests", SAMPLE)
+TESTS = (CLIENT, "services/executor/tests", "tests/distributed", SAMPLE)
 #: Of the development's requirements: compilers for chips, whose releases are those of the pinned PyTorch.
 LEFT_OUT = ("cuda-bindings", "nvidia-cuda-nvrtc")
 PYTHON_VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"

@@ -18,6 +18,8 @@ import torch.distributed._functional_collectives as functional
 from seeds import agree
 
 warnings.simplefilter("ignore")
+#: Before torch 2.13, `all_gather_tensor` refuses what is not contiguous.
+GATHERS_ANY_LAYOUT = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 DTYPES = (
     torch.float32,
     torch.float32,
@@ -421,7 +423,7 @@ class Sequence:
             if kind == 0:
                 found.append(functional.all_reduce(t, op, group))
             elif kind == 1:
-                found.append(functional.all_gather_tensor(t, dim, group))
+                found.append(functional.all_gather_tensor(t if GATHERS_ANY_LAYOUT else t.contiguous(), dim, group))
             elif kind == 2:
                 found.append(functional.reduce_scatter_tensor(t, op, dim, group))
             elif kind == 3:
