@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,6 +104,22 @@ def prepare_like(
     """
     preparation = _Preparation(program, facts, acts, foreign, device, WHOLE, like)
     return preparation.finish(), preparation.steps()
+
+
+class _Target(NamedTuple):
+    """Where a result of an operator goes.
+
+    Attributes:
+        register: the register.
+        view: the announced view.
+        fresh: whether the result becomes the buffer; else it is copied to the memory that the buffer has.
+        unread: whether the program frees it without a use: its layout does not matter.
+    """
+
+    register: int
+    view: View
+    fresh: bool
+    unread: bool
 
 
 class _Preparation:
@@ -370,8 +386,8 @@ class _Preparation:
 
     def _destination(self, slot: int, view: View) -> int:
         """Return the register of the result that the pieces write together."""
-        facts, device = self.out.facts, self._device
-        if facts.slot_alloc[slot] is None or slot in self._slots.adopted or slot in self._slots.based:
+        device = self._device
+        if not self._is_fresh(slot):
             return self._operand(slot, view)
         register = self._slots.adopt(slot, view)
         dtype = TORCH_DTYPE[view.dtype]
@@ -585,59 +601,75 @@ class _Preparation:
         single: bool,
         invoke: Invoke | None = None,
     ) -> None:
-        facts, device = self.out.facts, self._device
-        targets: list[tuple[int, View, bool]] = []
-        #: Results that the program frees without a use: their layout does not matter.
-        unread: list[bool] = []
-        for slot, view in outs:
-            nbytes = facts.slot_alloc[slot]
-            fresh = nbytes is not None and slot not in self._slots.adopted and slot not in self._slots.based
-            if fresh:
-                register = self._slots.adopt(slot, view)
-            else:
-                register = self._operand(slot, view)
-            targets.append((register, view, fresh))
-            unread.append(fresh and self._is_unread(slot))
-        trusted = [Layout.SAME if yes else Layout.UNKNOWN for yes in unread]
+        """Add the step that calls an operator and puts its results in their registers.
+
+        Args:
+            call: calls the operator.
+            outs: slot and view of each result.
+            single: whether the operator returns one tensor.
+            invoke: the description of the call; None: it has none.
+        """
+        targets = [self._target(slot, view) for slot, view in outs]
+        all_fresh = all(target.fresh for target in targets)
+        trusted = [Layout.SAME if target.unread else Layout.UNKNOWN for target in targets]
         if invoke is not None:
-            if not all(fresh for _, _, fresh in targets):
+            if not all_fresh:
                 invoke = None
             else:
-                invoke.results = tuple([register for register, _, _ in targets])
-                invoke.views = tuple([view for _, view, _ in targets])
+                invoke.results = tuple([target.register for target in targets])
+                invoke.views = tuple([target.view for target in targets])
                 invoke.trusted = trusted
-        same = Layout.SAME
-        if single and len(targets) == 1 and all(fresh for _, _, fresh in targets):
-            ((register, view, _),) = targets
-            if invoke is not None and has_fixed_layout(invoke):
+        if single and len(targets) == 1 and all_fresh:
+            self._step(self._adopting_one(call, targets[0], trusted, invoke), invoke)
+        else:
+            self._step(self._adopting_all(call, targets, trusted), invoke)
 
-                def adopt_fixed(f: Frame) -> None:
-                    t = call(f)
-                    if not trusted[0]:
-                        t, trusted[0] = adopted(t, view, f, device)
-                    elif trusted[0] is not same:
-                        t = as_view(t, view)
-                    f.registers[register] = t
+    def _target(self, slot: int, view: View) -> _Target:
+        """Return where a result goes: a new register, or the memory that its buffer has."""
+        fresh = self._is_fresh(slot)
+        register = self._slots.adopt(slot, view) if fresh else self._operand(slot, view)
+        return _Target(register, view, fresh, fresh and self._is_unread(slot))
 
-                self._step(adopt_fixed, invoke)
-                return
+    def _is_fresh(self, slot: int) -> bool:
+        """Whether the program makes a slot that has no memory yet."""
+        slots = self._slots
+        return self.out.facts.slot_alloc[slot] is not None and slot not in slots.adopted and slot not in slots.based
 
-            def adopt(f: Frame) -> None:
+    def _adopting_one(
+        self, call: Callable[[Frame], Any], target: _Target, trusted: list[Layout], invoke: Invoke | None
+    ) -> Step:
+        """Return a step that keeps the only result of a call."""
+        device, same, register, view = self._device, Layout.SAME, target.register, target.view
+        if invoke is not None and has_fixed_layout(invoke):
+
+            def adopt_fixed(f: Frame) -> None:
                 t = call(f)
-                if trusted[0] is not same or not fits(t, view):
+                if not trusted[0]:
                     t, trusted[0] = adopted(t, view, f, device)
+                elif trusted[0] is not same:
+                    t = as_view(t, view)
                 f.registers[register] = t
 
-            self._step(adopt, invoke)
-            return
+            return adopt_fixed
 
-        read = [k for k, yes in enumerate(unread) if not yes]
-        one = read[0] if len(read) == 1 and targets[read[0]][2] else None
+        def adopt(f: Frame) -> None:
+            t = call(f)
+            if trusted[0] is not same or not fits(t, view):
+                t, trusted[0] = adopted(t, view, f, device)
+            f.registers[register] = t
+
+        return adopt
+
+    def _adopting_all(self, call: Callable[[Frame], Any], targets: list[_Target], trusted: list[Layout]) -> Step:
+        """Return a step that keeps all results of a call."""
+        device, same = self._device, Layout.SAME
+        read = [k for k, target in enumerate(targets) if not target.unread]
+        one = read[0] if len(read) == 1 and targets[read[0]].fresh else None
 
         def adopt_all(f: Frame) -> None:
             result = call(f)
             if one is not None and trusted[one] is same and type(result) is tuple and len(result) == len(targets):
-                t, (register, view, _) = result[one], targets[one]
+                t, (register, view, _, _) = result[one], targets[one]
                 if t is not None and fits(t, view):
                     f.registers[register] = t
                     return
@@ -648,8 +680,8 @@ class _Preparation:
                 raise OperationError(
                     f"the operator returned {len(flat)} results, but the program announced {len(targets)}"
                 )
-            for k, (t, (register, view, fresh)) in enumerate(zip(flat, targets, strict=True)):
-                if unread[k]:
+            for k, (t, (register, view, fresh, unread)) in enumerate(zip(flat, targets, strict=True)):
+                if unread:
                     f.registers[register] = t
                 elif t is None:
                     # The result is announced, but undefined here (for example a workspace that inference does not need): it is
@@ -665,7 +697,7 @@ class _Preparation:
                 else:
                     f.registers[register], trusted[k] = adopted(t, view, f, device)
 
-        self._step(adopt_all, invoke)
+        return adopt_all
 
 
 def _review(register: int, source: str, view: View, dtype: DType) -> Review | None:
