@@ -60,3 +60,12 @@ def test_gradients_of_contiguous_and_undilated_convolutions_have_the_librarys_bi
         d = torch.randn(2, 8, 17 - 2 * dilation, 15 - 2 * dilation, generator=chance).bfloat16()
         for one, other in zip(backward(d, x, w, *how)[:2], BACKWARD(d, x, w, *how)[:2], strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("asked", [(True, False, True), (False, False, True)])
+def test_gradient_of_weight_that_nobody_asks_for_is_left_out(wis, asked):
+    x, w, d = torch.randn(2, 4, 6, 6), torch.randn(4, 4, 3, 3), torch.randn(2, 4, 4, 4)
+    how = ([4], [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    found = backward_of(wis)(d, x, w, *how, list(asked))
+    assert [t is not None for t in found] == list(asked)
+    assert torch.equal(found[2], BACKWARD(d, x, w, *how, [True, True, True])[2])

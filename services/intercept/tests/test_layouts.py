@@ -1,5 +1,6 @@
 """Strides of results equal the CPU's. The order of later sums depends on the strides, and so do the bits of their results."""
 
+import copy
 import math
 
 import pytest
@@ -63,6 +64,46 @@ def test_convolution_1d_of_permuted_tensors_result_has_strides_of_cpu(cuda, leng
 
     for ours, theirs in zip(run(cuda), run("cpu"), strict=True):
         assert ours.stride() == theirs.stride()
+        assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular", "constant"])
+def test_padding_of_channels_last_tensor_and_its_gradient_have_strides_of_cpu(cuda, dims, mode):
+    torch.manual_seed(0)
+    last = torch.channels_last if dims == 2 else torch.channels_last_3d
+    x = torch.randn(2, 3, *(5, 6, 4)[:dims]).contiguous(memory_format=last)
+
+    def run(device, layout):
+        a = x.to(device).requires_grad_()
+        result = nn.functional.pad(a, (1, 2, 2, 0, 1, 0)[2 * (3 - dims) :], mode=mode)
+        return [
+            result.detach(),
+            *torch.autograd.grad(result, a, torch.ones_like(result).contiguous(memory_format=layout)),
+        ]
+
+    for layout in (torch.contiguous_format, last):
+        for ours, theirs in zip(run(cuda, layout), run("cpu", layout), strict=True):
+            assert ours.stride() == theirs.stride()
+            assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("convolution", [nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d])
+@pytest.mark.parametrize(("groups", "input"), [(1, True), (1, False), (4, False)])
+def test_bias_of_a_convolution_is_trained_beside_a_frozen_weight(cuda, convolution, groups, input):
+    torch.manual_seed(0)
+    layer = convolution(4, 4, 3, groups=groups)
+    x = torch.randn(2, 4, *[6] * (layer.weight.dim() - 2))
+
+    def run(device):
+        model = copy.deepcopy(layer).to(device)
+        model.weight.requires_grad_(False)
+        a = x.to(device).requires_grad_(input)
+        model(a).square().sum().backward()
+        assert model.weight.grad is None
+        return [model.bias.grad, *([a.grad] if input else [])]
+
+    for ours, theirs in zip(run(cuda), run("cpu"), strict=True):
         assert torch.equal(ours.cpu(), theirs)
 
 

@@ -107,3 +107,14 @@ def test_gradient_of_empty_pooling_raises_the_cpus_error(cuda):
             torch.nn.functional.adaptive_avg_pool2d(x, 0).sum().backward()
         errors.append(str(error.value))
     assert errors[0] == errors[1] and "but grad_output has sizes" in errors[0]
+
+
+def test_gradients_of_a_channels_last_group_norm_without_that_of_its_input(cuda):
+    torch.manual_seed(0)
+    x, d = [torch.randn(2, 16, 6, 5).contiguous(memory_format=torch.channels_last) for _ in range(2)]
+    w, sizes = torch.randn(16), (2, 16, 30, 8)
+    _, mean, rstd = torch.native_group_norm(x, w, w, *sizes, 1e-5)
+    given = [t.to(cuda) for t in (d, x, mean, rstd, w)]
+    found = torch.ops.aten.native_group_norm_backward(*given, *sizes, [False, True, True])
+    good = torch.ops.aten.native_group_norm_backward(d, x, mean, rstd, w, *sizes, [True] * 3)
+    assert found[0] is None and all(torch.equal(a.cpu(), b) for a, b in zip(found[1:], good[1:], strict=True))

@@ -24,6 +24,7 @@ from wooly_executor.runtime.fresh_memory import on_zeros
 from wooly_executor.runtime.lu import lu_of_batch
 from wooly_executor.runtime.ordered_sums import ordered_sum
 from wooly_executor.runtime.products import onednn_product, split_product
+from wooly_executor.runtime.unasked_gradients import unasked_gradient
 from wooly_executor.runtime.unpivoted import unpivoted
 
 #: Blocks of this many bytes and more come from the system each time, which zeroes their pages when they are used first. Smaller
@@ -106,7 +107,7 @@ class TorchDevice:
         instead = unpivoted(call)
         if instead is None and self.host:
             instead = split_product(form, call.op)
-            for rule in (lu_of_batch, ordered_sum, complex_qr, dilated_convolution):
+            for rule in (lu_of_batch, ordered_sum, complex_qr, dilated_convolution, unasked_gradient):
                 instead = instead or rule(call, form)
         return call if instead is None else replace(call, instead=instead)
 

@@ -39,7 +39,10 @@ def dilated_convolution(call: LibraryCall, form: Form) -> Callable[..., Any] | N
     ) -> tuple[Tensor | None, ...]:
         how = (bias_sizes, stride, padding, dilation, transposed, output_padding, groups)
         of_input, of_weight, of_bias = output_mask
-        right = not of_weight or input.dtype != torch.bfloat16 or all(d == 1 for d in dilation)
+        if not of_weight:  # with the gradient of the bias, oneDNN returns that of the weight, asked for or not
+            of_input_found, _, of_bias_found = function(grad_output, input, weight, *how, output_mask)
+            return of_input_found, None, of_bias_found
+        right = input.dtype != torch.bfloat16 or all(d == 1 for d in dilation)
         if right or not (_is_channels_last(input) or _is_channels_last(weight)):
             found: tuple[Tensor | None, ...] = function(grad_output, input, weight, *how, output_mask)
             return found

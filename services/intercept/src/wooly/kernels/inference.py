@@ -88,6 +88,16 @@ _STRICT = frozenset(
     }
 )
 
+#: Operators whose results are channels-last on CPUs if an operand is; the meta kernels say contiguous.
+_KEEP_CHANNELS_LAST = frozenset(
+    {
+        f"aten.{how}_pad{n}d{part}.default"
+        for how in ("reflection", "replication")
+        for n in (2, 3)
+        for part in ("", "_backward")
+    }
+)
+
 #: Maximum number of elements of a call that is inferred on the host because of its strides, or again if its meta kernel fails.
 _STAND_IN_LIMIT = 1 << 24
 
@@ -97,14 +107,17 @@ _WIDENED = frozenset({torch.float16, torch.bfloat16})
 _CAT = "aten.cat.default"
 _GROUPED_MM = "aten._grouped_mm.default"
 _CONVOLUTION_BACKWARD = "aten.convolution_backward.default"
+_GROUP_NORM_BACKWARD = "aten.native_group_norm_backward.default"
 _POWERS = frozenset({"aten.pow.Tensor_Scalar", "aten._foreach_pow.Scalar", "aten._foreach_pow.ScalarList"})
 #: Attention with the logarithms of its sums, which the CPU kernel computes in float64 for float64.
 _ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 _MULTI_HEAD = "aten._native_multi_head_attention.default"
 _WEIGHT_NORM = "aten._weight_norm_interface.default"
 
-#: Gradients whose meta kernels also make those that the argument `output_mask` does not ask for.
-_MASKED = frozenset({"aten.native_batch_norm_backward.default", "aten.batch_norm_backward.default"})
+#: Gradients whose meta or CPU kernels also make those that the argument `output_mask` does not ask for.
+_MASKED = frozenset(
+    {"aten.native_batch_norm_backward.default", "aten.batch_norm_backward.default", _CONVOLUTION_BACKWARD}
+)
 
 #: Gradients whose CPU kernels divide by the size of a tensor.
 _DIVIDING = frozenset({"native_batch_norm_backward", "batch_norm_backward"})
@@ -179,7 +192,7 @@ def infer(
     on_host = (
         on_host or facts.name in INFERRED_ON_HOST or _library_chooses_layout(facts, call) or _is_bool_power(facts, call)
     )
-    risky = _may_end_process(facts, call)
+    risky = may_end_process(facts, call)
     if not on_host and not facts.mutable and not risky and _has_loose_strides(facts, call):
         with contextlib.suppress(Exception):  # such as a division of integers by zeros
             return infer(facts, call, counts, on_host=True)
@@ -517,10 +530,14 @@ def _statistics_dtype(call: Call) -> torch.dtype:
 
 
 def _library_chooses_layout(facts: OpFacts, call: Call) -> bool:
-    """Whether the call is a 1D or 3D convolution with strides other than a contiguous tensor's. The library chooses the layout.
+    """Whether the library chooses another layout than the meta kernel says.
 
-    Strides of dimensions of size 1 count, too. A permuted input of a 1D convolution does not: the library makes it contiguous.
+    It does so for 1D and 3D convolutions with strides other than a contiguous tensor's. Strides of dimensions of size 1 count,
+    too. A permuted input of a 1D convolution does not: the library makes it contiguous. It also does for paddings of
+    channels-last tensors.
     """
+    if facts.name in _KEEP_CHANNELS_LAST:
+        return any(suggested_format(t) is not torch.contiguous_format for t in tensors_of(call)) and _small(call)
     if not facts.name.startswith("aten.convolution"):
         return False
     strided = [t for t in tensors_of(call) if t.dim() in (3, 5) and t.stride() != contiguous_strides(t.shape)]
@@ -537,8 +554,15 @@ def _is_bool_power(facts: OpFacts, call: Call) -> bool:
     return any(t.dtype is torch.bool for t in bases) and any(isinstance(a, bool) for a in exponents)
 
 
-def _may_end_process(facts: OpFacts, call: Call) -> bool:
-    """Whether a call may end the process that runs it: these kernels divide by the size of an empty tensor."""
+def may_end_process(facts: OpFacts, call: Call) -> bool:
+    """Whether a call may end the process that runs it.
+
+    Some kernels divide by the size of an empty tensor. That of group norms writes the gradient of a channels-last input also if
+    nobody asks for it, to memory that nobody has made.
+    """
+    if facts.name == _GROUP_NORM_BACKWARD:
+        asked = _given(facts, call, "output_mask", (True,))
+        return not asked[0] and suggested_format(call.args[1]) is not torch.contiguous_format
     return facts.op.overloadpacket.__name__ in _DIVIDING and not all(t.numel() for t in tensors_of(call))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wooly.kernels.inference import INFERRED_ON_HOST, Inferences, call_operator, seen_as
+from wooly.kernels.inference import INFERRED_ON_HOST, Inferences, call_operator, may_end_process, seen_as
 from wooly.kernels.limits import UNFIT
 from wooly.kernels.schema import Call, OpFacts, tensors_of
 from wooly.recorder import Recorder
@@ -87,6 +87,8 @@ class Trials:
         found = tensors_of(call)
         if facts.op.overloadpacket.__name__.endswith("_backward") and not all(t.numel() for t in found):
             return None  # some of these kernels divide by the size, and end the process
+        if may_end_process(facts, call):
+            return None
         kind = (facts.op, *[t.dtype for t in found], *map(_classes, call.args), *call.kwargs, doubtful)
         known = kind in self._tried
         elements = sum([t.numel() for t in found])
