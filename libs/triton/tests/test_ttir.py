@@ -122,7 +122,7 @@ WRONG = {
     "integers as floats": (body("%a = arith.addf %n, %n : i32"), "arith.addf"),
     "a pointer of two buffers": (
         body("%c = arith.constant true", "%a = arith.select %c, %x, %n : !tt.ptr<f32>"),
-        "arith.select",
+        "cannot choose between",
     ),
     "a pointer that grows by a float": (
         body("%f = arith.constant 1.0 : f32", "%a = tt.addptr %x, %f : !tt.ptr<f32>, f32"),
@@ -168,6 +168,19 @@ def test_lowering_of_wrong_text_names_the_error(what):
     text, why = WRONG[what]
     with pytest.raises(ForeignError, match=why):
         lowered(text)
+
+
+def test_lowering_of_pointers_selected_per_element_from_two_buffers_is_refused():
+    text = body(
+        "%p = tt.splat %x : !tt.ptr<f32> -> tensor<4x!tt.ptr<f32>>",
+        "%q = tt.splat %y : !tt.ptr<f32> -> tensor<4x!tt.ptr<f32>>",
+        "%r = tt.make_range {end = 4 : i32, start = 0 : i32} : tensor<4xi32>",
+        "%m = tt.splat %n : i32 -> tensor<4xi32>",
+        "%c = arith.cmpi slt, %r, %m : tensor<4xi32>",
+        "%a = arith.select %c, %p, %q : tensor<4xi1>, tensor<4x!tt.ptr<f32>>",
+    )
+    with pytest.raises(ForeignError, match="load from both, and choose between the values"):
+        lowered(text.replace("%n: i32", "%n: i32, %y: !tt.ptr<f32>"), ("*f32", "i32", "*f32"))
 
 
 def test_lowering_with_wrong_arguments_is_refused():

@@ -9,7 +9,7 @@ from wooly_wis.languages import ForeignError
 from wooly_triton.ops import BITS, C_TYPE, is_float, unsigned
 from wooly_triton.text import Block, Op
 from wooly_triton.values import Value, scalar, splat
-from wooly_triton.writer import FIRST_JOINED, Writer
+from wooly_triton.writer import Writer
 
 
 class Control(Writer):
@@ -216,16 +216,3 @@ class Control(Writer):
         self._out("}")
         for i, (name, room) in enumerate(zip(op.results, rooms, strict=True)):
             self._values[name] = replace(room, buffer=joined.get(i, room.buffer))
-
-    def _joining(self, buffer: int) -> int:
-        """Begin a buffer that is one of several, depending on a condition: here it is `buffer`. Return its number."""
-        join = FIRST_JOINED + len(self._joined)
-        self._joined[join] = set()
-        self._head.append(f"global uchar *a{join}; ulong n{join};")
-        self._join(join, buffer)
-        return join
-
-    def _join(self, join: int, buffer: int | None) -> None:
-        assert buffer is not None
-        self._joined[join] |= self._joined.get(buffer, {buffer})
-        self._out(f"a{join} = a{buffer}; n{join} = n{buffer};")

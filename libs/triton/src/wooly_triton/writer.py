@@ -344,24 +344,56 @@ class Writer:
         return uses[0].op if alone else None
 
     def _pointers(self, op: Op, operands: list[Value], out: Type) -> Value:
-        """Return casts of pointers, and selections between two pointers of one buffer."""
+        """Return casts of pointers, and selections between two pointers."""
         if op.name == "tt.bitcast" and len(operands) == 1 and out.pointer and operands[0].buffer is not None:
             if size_of(out.elem) != size_of(operands[0].type.elem):
                 raise ForeignError(
                     f"{op.place}: a pointer to {operands[0].type.elem} cannot become one to {out.elem}; the sizes differ"
                 )
             return replace(operands[0], type=out)
-        if op.name == "arith.select" and len(operands) == 3 and operands[1].buffer == operands[2].buffer is not None:
-            c, a, b = operands
-            if out.shape is None:
-                name = self._variable("long")
-                self._out(f"{name} = {c.uniform} ? {a.uniform} : {b.uniform};")
-                return scalar(out, name, a.buffer)
-            weight = 1 + c.weight + a.weight + b.weight
-            unknown: Steps = (None,) * len(out.shape)
-            value = Value(out, lambda i: f"({c.at(i)} ? {a.at(i)} : {b.at(i)})", weight, unknown, buffer=a.buffer)
-            return value if weight <= MAX_WEIGHT else self._materialise(value)
-        raise ForeignError(f"{op.place}: it is not supported for pointers, or for pointers to different buffers")
+        if op.name == "arith.select" and len(operands) == 3:
+            return self._selected(op, operands, out)
+        raise ForeignError(f"{op.place}: it is not supported for pointers")
+
+    def _selected(self, op: Op, operands: list[Value], out: Type) -> Value:
+        """Return one of two pointers; of tensors, element by element."""
+        c, a, b = operands
+        good = c.type.elem == "i1" and c.type.shape in (None, out.shape) and a.type == b.type == out
+        if not good or a.buffer is None or b.buffer is None:
+            raise ForeignError(f"{op.place}: {c.type} cannot choose between {a.type} and {b.type}")
+        buffer = a.buffer
+        if a.buffer != b.buffer:
+            if c.uniform is None:
+                raise ForeignError(
+                    f"{op.place}: a tensor of conditions that chooses between pointers to different buffers is not supported; "
+                    "load from both, and choose between the values"
+                )
+            self._out(f"if ({c.uniform}) {{")
+            buffer = self._joining(a.buffer)
+            self._out("} else {")
+            self._join(buffer, b.buffer)
+            self._out("}")
+        if out.shape is None:
+            name = self._variable("long")
+            self._out(f"{name} = {c.uniform} ? {a.uniform} : {b.uniform};")
+            return scalar(out, name, buffer)
+        weight = 1 + c.weight + a.weight + b.weight
+        unknown: Steps = (None,) * len(out.shape)
+        value = Value(out, lambda i: f"({c.at(i)} ? {a.at(i)} : {b.at(i)})", weight, unknown, buffer=buffer)
+        return value if weight <= MAX_WEIGHT else self._materialise(value)
+
+    def _joining(self, buffer: int) -> int:
+        """Begin a buffer that is one of several, depending on a condition: here it is `buffer`. Return its number."""
+        join = FIRST_JOINED + len(self._joined)
+        self._joined[join] = set()
+        self._head.append(f"global uchar *a{join}; ulong n{join};")
+        self._join(join, buffer)
+        return join
+
+    def _join(self, join: int, buffer: int | None) -> None:
+        assert buffer is not None
+        self._joined[join] |= self._joined.get(buffer, {buffer})
+        self._out(f"a{join} = a{buffer}; n{join} = n{buffer};")
 
 
 ARITY: Final = {

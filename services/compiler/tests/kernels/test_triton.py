@@ -333,6 +333,36 @@ def test_pointer_into_one_of_two_tensors_is_compared_with_its_own(first, does):
         torch.cuda.synchronize()
 
 
+@triton.jit
+def _move_one_of_three(x_ptr, y_ptr, z_ptr, a_ptr, b_ptr, c_ptr, which_ptr, BLOCK: tl.constexpr):
+    """Program k copies block k of `x` to `a`, of `y` to `b`, or of `z` to `c`; two steps, in a loop."""
+    k, at = tl.program_id(0), tl.arange(0, BLOCK)
+    for step in range(2):
+        which = tl.load(which_ptr + 2 * k + step)
+        source = tl.where(which == 2, z_ptr, tl.where(which == 1, y_ptr, x_ptr + k * BLOCK))
+        target = tl.where(which == 2, c_ptr + k * BLOCK, tl.where(which == 1, b_ptr + k * BLOCK, a_ptr + k * BLOCK))
+        tl.store(target + at, tl.load(source + tl.where(which != 0, k * BLOCK, 0) + at))
+
+
+def test_pointer_selected_from_three_tensors():
+    x, y, z = torch.randn(3, 64).unbind()
+    which = torch.tensor([[0, 1], [1, 1], [2, 0], [1, 2]], dtype=torch.int32)
+    made = on(*[torch.zeros(64)] * 3)
+    _move_one_of_three[(4,)](*on(x, y, z), *made, *on(which), BLOCK=16)
+    for k, (source, target) in enumerate(zip((x, y, z), made, strict=True)):
+        moved = (which == k).any(1)[:, None]
+        assert torch.equal(target.cpu(), torch.where(moved, source.view(4, 16), 0.0).flatten())
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_pointer_selected_from_three_tensors_is_compared_with_its_own(k):
+    sources, targets = [torch.zeros(16)] * 3, [torch.zeros(16)] * 3
+    targets[k] = torch.zeros(8)
+    _move_one_of_three[(1,)](*on(*sources, *targets, torch.full((2,), k, dtype=torch.int32)), BLOCK=16)
+    with pytest.raises(RemoteOperationError, match="writes beyond the buffer"):
+        torch.cuda.synchronize()
+
+
 def test_block_is_read_before_written():
     x = torch.arange(65.0)
     (d,) = on(x)
