@@ -12,6 +12,7 @@ import pytest
 from wooly_executor.errors import FullDiskError
 from wooly_executor.runtime import opencl
 from wooly_executor.runtime.builds import AT_ONCE, OWN_AT_ONCE, BuildRefusedError, Turns, WorkerBuilder
+from wooly_executor.runtime.foreign import RETRY_AFTER_S
 from wooly_executor.runtime.opencl import ALONE_NS, TRIAL, TRIED_EVERY, OpenClRuntime, _ByWork
 from wooly_wis.codec import digest
 from wooly_wis.dtypes import DType
@@ -397,6 +398,49 @@ def test_foreign_waiting_for_compile_does_not_block_other_sessions(make_device, 
     with pytest.raises(wis.error, match="kernel scale: RuntimeError: no compiler today"):
         a.sync()
     assert slow.asked == ["kernel scale"]
+
+
+def test_foreign_kernel_that_failed_for_a_temporary_reason_is_compiled_again(make_device, make_runtime, tmp_path, wis):
+    """The session runs the program that it has already defined. Runs that follow the failure at once do not compile again."""
+
+    class Busy:
+        def __init__(self, builder):
+            self.asked, self.version, self.builder = 0, builder.version, builder
+
+        def build(self, request, what):
+            self.asked += 1
+            if self.asked < 3:
+                raise RuntimeError("too slow")
+            return self.builder.build(request, what)
+
+    runtime = make_runtime(tmp_path)
+    busy = runtime.foreign._builder = Busy(runtime.foreign._builder)
+    client = make_device(runtime=runtime).open("a")
+    raw, name = source(SCALE)
+    client.channel.send(Kind.SOURCE, raw)
+    program = client.define(wis.body().add(scale_form(name), "x", "y"))
+
+    buffers = itertools.count(1)
+
+    def scaled():
+        x, y = next(buffers), next(buffers)
+        client.make(x, *[1.0] * 100)
+        client.make(y, *[1.0] * 100)
+        client.start(program, [x, y], struct.pack("<dq", 2.0, 100))
+        return client.floats(y, 100)
+
+    for _ in range(2):
+        with pytest.raises(wis.error, match="too slow; a launch that comes 5 s later compiles it again"):
+            scaled()
+    assert busy.asked == 1
+    (kernel,) = runtime.foreign._known.values()
+    kernel._ended -= RETRY_AFTER_S
+    with pytest.raises(wis.error, match="too slow"):
+        scaled()
+    assert busy.asked == 2
+    kernel._ended -= RETRY_AFTER_S
+    assert scaled() == [2.0] * 100 and scaled() == [2.0] * 100
+    assert busy.asked == 3
 
 
 # -- sources of code -----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,6 +31,9 @@ log = logging.getLogger("wooly.executor")
 KERNELS_KEPT = 1024
 #: Maximum size of the kernels' code on disk, in bytes.
 KERNEL_BYTES = 1 << 30
+#: Time after a compilation that failed for a temporary reason, in seconds, before a run compiles again: runs that were sent
+#: before the client knew of the failure fail at once.
+RETRY_AFTER_S = 5.0
 #: Argument of a launch: a buffer as (address, bytes), or a scalar.
 Value = tuple[int, int] | int | float | bool
 #: Launches a kernel with values and grid. Returns the ns that other threads took.
@@ -64,13 +68,20 @@ class ForeignKernel:
         self._waiting: list[Callable[[], Any]] = []
         self._lock = threading.Lock()
         self._building = False
+        #: End of the last compilation, on the clock of `time.monotonic`.
+        self._ended = 0.0
         #: The uses of arguments that fit to the code.
         self._fitting: set[tuple[bool | None, ...]] = set()
         #: The last grid that was checked.
         self._grid: tuple[int, int, int] | None = None
 
     def then(self, go_on: Callable[[], Any]) -> bool:
-        """Return whether the kernel is being compiled. If so, another thread calls `go_on` at the end of the compilation."""
+        """Return whether the kernel is being compiled. If so, another thread calls `go_on` at the end of the compilation.
+
+        If the last compilation failed for a temporary reason, another one starts, but not within `RETRY_AFTER_S`.
+        """
+        if not self._lasting and time.monotonic() - self._ended >= RETRY_AFTER_S:
+            self.retry()
         with self._lock:
             if self._building:
                 self._waiting.append(go_on)
@@ -94,7 +105,7 @@ class ForeignKernel:
         with self._lock:
             self.code, self._loaded, self._why, self._lasting = code, loaded, why, lasting
             self._fitting = set()
-            self._building = False
+            self._building, self._ended = False, time.monotonic()
             waiting, self._waiting = self._waiting, []
         for go_on in waiting:
             go_on()
@@ -114,7 +125,8 @@ class ForeignKernel:
             OperationError: the kernel is not compiled, its arguments are wrong, or it reported a violation.
         """
         if self._loaded is None or self.code is None:
-            raise OperationError(f"kernel {entry}: {self._why or 'it was not compiled'}")
+            again = "" if self._lasting else f"; a launch that comes {RETRY_AFTER_S:g} s later compiles it again"
+            raise OperationError(f"kernel {entry}: {self._why or 'it was not compiled'}{again}")
         if uses not in self._fitting:
             self._check(entry, uses, self.code)
             self._fitting.add(uses)
