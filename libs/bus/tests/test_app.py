@@ -314,3 +314,31 @@ def thread_states(process):
 def ports_of(process):
     """The ports on which a process listens."""
     return [str(c.laddr.port) for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+
+
+async def test_service_outlasts_a_long_time_without_nats(caplog):
+    """nats-py keeps 2 MiB of messages for the server. What is published then must not end the service."""
+    heard = []
+    event = Event("wooly.v1.evt.test.text.written", Blob)
+
+    async def hear(blob):
+        heard.append(blob.text[:5])
+
+    with start_nats_server() as url:
+        app = ServiceApp("test", url)
+        app.listen(event, hear)
+        running = app.running()
+        await running.__aenter__()
+    while app.connected:
+        await asyncio.sleep(0.01)
+    for number in range(8):
+        await app.publish(event, Blob(text=f"old {number}" + "x" * 400_000))
+    assert "2 MiB wait for it: wooly.v1.evt.test.text.written is dropped" in caplog.text and not app.reconnects
+    with start_nats_server("-p", url.rsplit(":", 1)[1]):
+        while not app.connected:
+            await asyncio.sleep(0.01)
+        await app.publish(event, Blob(text="new 0"))
+        while "new 0" not in heard:
+            await asyncio.sleep(0.01)
+        assert app.reconnects == 1 and heard[0] == "old 0"
+        await running.__aexit__(None, None, None)

@@ -58,6 +58,8 @@ class FakeExecutor:
         self.refuse = None
         self.asked, self.held_up = [], 0
         self.late_s = 0.0
+        #: How sessions ended that this executor no longer has.
+        self.ended = {}
         self.kept, self.dropped, self.kept_devices = [], [], []
         app.serve(contracts.EXECUTOR_SESSION_OPEN.at(name), self.on_open)
         app.serve(contracts.EXECUTOR_SESSION_RENEW.at(name), self.on_renew)
@@ -105,7 +107,8 @@ class FakeExecutor:
 
     async def on_close(self, request):
         self.closed.append((request.session_id, request.reason))
-        return CloseSessionReply(closed=self.sessions.pop(request.session_id, None) is not None)
+        closed = self.sessions.pop(request.session_id, None) is not None
+        return CloseSessionReply(closed=closed, ended=self.ended.get(request.session_id))
 
     def heartbeat(self, **changes):
         return ExecutorHeartbeat(

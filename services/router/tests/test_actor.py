@@ -11,7 +11,7 @@ from wooly_bus.app import CONCURRENT_REQUESTS, ServiceApp
 from wooly_bus.channel.token import SignedPass
 from wooly_bus.errors import RefusedError
 from wooly_router import actor, advice, executors, opening
-from wooly_router.actor import ABANDONED_S, HEARD, NEW_SESSION_S, SILENT
+from wooly_router.actor import ABANDONED_S, CLOSE_GRACE_S, HEARD, NEW_SESSION_S, SILENT
 from wooly_router.core.registry import LOST_AFTER_S
 from wooly_router.duties import Duties
 from wooly_router.opening import HEARTBEAT_GRACE_S, OPEN_BUDGET_S
@@ -24,6 +24,7 @@ from wooly_wis.messages import (
     AdmitSessionReply,
     AdmitSessionRequest,
     CloseSessionRequest,
+    GangPlace,
     MemoryState,
     NodesRequest,
     RenewSessionReply,
@@ -407,12 +408,28 @@ async def test_executor_that_hosted_too_late_is_told_to_close(rig, monkeypatch):
 
 
 async def test_renewal_of_session_lost_by_executor_ends_session(rig):
+    """After a moment: its client may be closing it."""
     async with rig("a") as r:
         opened = await r.open()
         r.executors[0].sessions.clear()
         request = RenewSessionRequest(session_id=opened.session_id, token=opened.token)
         assert (await refusal(r.actor.on_renew_session(request))).code == "router.no_session"
-        assert await r.sessions() == []
+        while await r.sessions():
+            await asyncio.sleep(0.05)
+        task = await r.tasks.get(opened.session_id)
+        assert (task.state, task.reason) == ("failed", "executor a no longer has it")
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+async def test_session_that_is_renewed_while_its_client_closes_it_completes(rig, recovers):
+    async with rig("a") as r:
+        opened = await r.open(recovers=recovers)
+        r.executors[0].sessions.clear()
+        request = RenewSessionRequest(session_id=opened.session_id, token=opened.token)
+        assert (await refusal(r.actor.on_renew_session(request))).code == "router.no_session"
+        assert (await r.close(opened)).closed
+        await asyncio.sleep(CLOSE_GRACE_S + 0.2)
+        assert (await r.tasks.get(opened.session_id)).state == "completed"
 
 
 async def add_silent_part(r, session_id, keep=True):
@@ -563,6 +580,42 @@ async def test_router_that_was_stopped_ends_no_session(rig, monkeypatch, when):
 
 
 @pytest.mark.on_both
+@pytest.mark.parametrize("wanted", [{}, {"recovers": True}, {"gang": GangPlace(gang_id="g", rank=0, size=2, devices=1)}])
+async def test_router_that_lost_nats_ends_no_session_when_it_is_connected_again(rig, wanted):
+    """Executors and clients may connect later than the router, which has heard nothing of them meanwhile."""
+    async with rig("a") as r:
+        opened = await r.open(**wanted)
+        duties = r.duties()
+        await duties.round()
+        r.clock.now += 60
+        r.app.reconnects += 1
+        await duties.step()
+        r.clock.now += LOST_AFTER_S - 0.1
+        await duties.step()
+        assert await r.sessions() == [opened.session_id]
+        await r.beat()
+        renewal = RenewSessionRequest(session_id=opened.session_id, token=opened.token)
+        assert (await r.actor.on_renew_session(renewal)).lease_s == 9.0
+        r.clock.now += LOST_AFTER_S + 0.1
+        for _ in range(2):  # a rank is looked for twice
+            await duties.step()
+        task = await r.tasks.get(opened.session_id)
+        assert task.state == ("pending" if "recovers" in wanted else "failed") and "no heartbeat for 5 s" in task.reason
+
+
+@pytest.mark.on_both
+async def test_router_without_nats_ends_no_session(rig, monkeypatch):
+    """It hears nothing, so silence means nothing."""
+    async with rig("a") as r:
+        opened = await r.open()
+        monkeypatch.setattr(ServiceApp, "connected", property(lambda app: False))
+        for _ in range(3):
+            r.clock.now += 20
+            await r.duties().round()
+        assert await r.sessions() == [opened.session_id]
+
+
+@pytest.mark.on_both
 @pytest.mark.parametrize("recovers", [True, False])
 async def test_session_that_can_go_on_does_not_lapse_because_its_executor_was_silent(rig, recovers):
     """No renewal succeeds while the executor is silent, so the lease may be over as soon as the executor is lost."""
@@ -651,7 +704,8 @@ async def test_lapse_waits_for_an_executor_that_has_not_spoken_since_the_lease_w
         if then != "silent":
             names = (name,) if then == "connected" else ()
             await r.actor.on_heartbeat(executor.heartbeat(sessions=names, late=names))
-        assert await r.actor.lapse() == (then != "connected")
+        assert await r.actor.lapse() == (then == "silent")
+        assert await r.actor.reconcile() == (then == "closed")
 
 
 async def test_lapse_does_not_trust_the_last_word_of_a_silent_executor(rig):
@@ -689,6 +743,32 @@ async def test_reconcile_session_missing_on_executor_ends_unless_new(rig):
         assert await r.actor.reconcile() == 1 and await r.sessions() == [fresh.session_id]
         story = await r.tasks.story(old.session_id)
         assert [e.state for e in story] == ["pending", "started", "failed"] and "does not have it" in story[-1].reason
+
+
+@pytest.mark.on_both
+@pytest.mark.parametrize("recovers", [True, False])
+@pytest.mark.parametrize("how", ["in order", "failed", "at another attempt", "unknown"])
+async def test_session_that_ended_while_no_router_listened_ends_as_its_executor_says(rig, recovers, how):
+    """The script ended while NATS and the router were away: the executor's event was lost, and the client's request, too."""
+    async with rig("a") as r:
+        name = (await r.open(recovers=recovers)).session_id
+        executor = r.executors[0]
+        del executor.sessions[name]
+        if how != "unknown":
+            why = "its client's process has ended" if how == "failed" else ""
+            epoch = 1 if how == "at another attempt" else 0
+            executor.ended[name] = SessionClosed(session_id=name, executor_id="a", reason=why, epoch=epoch)
+        r.clock.now += 30
+        await r.actor.resume()
+        r.clock.now += 10  # the lease is over, too
+        await r.beat()
+        await r.duties().round()
+        await eventually(lambda: executor.closed)
+        found = {"in order": ("completed", "closed by its client"), "failed": ("failed", "its client's process has ended")}
+        state, why = found.get(how, ("pending" if recovers else "failed", "executor a does not have it"))
+        while (task := await r.tasks.get(name)).state == "started":
+            await asyncio.sleep(0.05)
+        assert task.state == state and why in task.reason
 
 
 async def test_reconcile_lost_executor_fails_its_sessions_within_ten_seconds(rig):
@@ -1041,7 +1121,9 @@ async def test_loss_of_one_part_ends_session_on_other_executors(rig, how):
         else:
             await r.actor.on_session_closed(SessionClosed(session_id=opened.session_id, executor_id="b"))
         await eventually(lambda: sessions_by_executor(r) == [[other.session_id], [], []])
-        assert r.executors[2].closed == [(opened.session_id, "it ended on executor b")] and r.executors[1].closed == []
+        assert r.executors[2].closed == [(opened.session_id, "it ended on executor b")]
+        asked = [(opened.session_id, "its executor did not list it")]
+        assert r.executors[1].closed == (asked if how == "restarted" else [])
         assert await r.sessions() == [other.session_id]
 
 

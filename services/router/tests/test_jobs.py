@@ -319,6 +319,56 @@ async def test_job_report_before_executor_answer_counts(rig_on):
         assert await state(r) == "completed" and len(await story(r)) == 3
 
 
+@pytest.mark.on_both
+@pytest.mark.parametrize("meanwhile", ["taken for lost", "waits for its retry", "being started again"])
+async def test_job_report_that_comes_before_the_next_attempt_has_begun_counts(rig_on, monkeypatch, meanwhile):
+    """The executor was cut off, and the job was taken for lost. Its results are there, so it need not run again."""
+    async with rig_on("a", "b") as r:
+        await r.jobs.on_submit_job(job(r))
+        await r.jobs.round()
+        report = ended(r, outputs=(OUTPUT,), reason="in no time")
+        lost = ended(r, state="lost", reason="no heartbeat")
+        if meanwhile == "taken for lost":
+            get = r.tasks.get
+
+            async def then_lost(task_id, s=None):
+                found = await get(task_id, s)
+                if s is None:
+                    monkeypatch.undo()
+                    assert await r.jobs.on_job_ended(lost)
+                return found
+
+            monkeypatch.setattr(r.tasks, "get", then_lost)
+            assert await r.jobs.on_job_ended(report)
+        elif meanwhile == "waits for its retry":
+            assert await r.jobs.on_job_ended(lost) and await r.jobs.on_job_ended(report)
+        else:
+            assert await r.jobs.on_job_ended(lost)
+            request = r.app.request
+
+            async def then_reported(rpc, message, **wanted):
+                answer = await request(rpc, message, **wanted)
+                if getattr(message, "attempt", 0) == 2:
+                    assert await r.jobs.on_job_ended(report)
+                return answer
+
+            r.app.request = then_reported
+            r.clock.now += RETRY_S
+            await r.beat()
+            await r.jobs.round()
+            r.app.request = request
+            while not any(e.closed for e in r.executors):
+                await asyncio.sleep(0.05)
+            assert [name for e in r.executors for name, _ in e.closed] == ["job-0001-2"]
+        task = await r.tasks.get("job-0001")
+        assert (task.state, task.reason, task.attempt) == ("completed", "in no time", 1)
+        assert [p.executor_id for p in task.parts] == ["a"] and task.outputs[0]["digest"] == "0" * 64
+        r.clock.now += 60
+        await r.beat()
+        await r.jobs.round()
+        assert await story(r) == ["pending", "started", "pending", "started", "completed"]
+
+
 async def test_job_of_dead_router_is_started_by_next_router(rig_on):
     async with rig_on("a") as r:
         await r.jobs.on_submit_job(job(r))

@@ -75,6 +75,7 @@ class ServiceApp:
     Attributes:
         live: named checks for `/livez` (see `health`): if one fails, the process must be restarted.
         health_port: port of `/livez`, inside `running`; None if no port is configured.
+        reconnects: how often the connection to NATS was lost and made again. Events of the time between were missed.
         tenant_requests: concurrent requests of one tenant on one subject; further requests are refused.
         knows_tenants: NATS authenticates tenants' clients; see `serve_tenants`.
         passing: errors of handlers that pass, such as those of a database that does not answer, and the code and the text of the
@@ -92,9 +93,11 @@ class ServiceApp:
         self.name = name
         self.url = shown(nats_url)
         self.knows_tenants = shows is not None
+        self.reconnects = 0
         self.tenant_requests = TENANT_REQUESTS
         self.passing: dict[type[Exception], tuple[str, str]] = {}
         self._passing_log = LimitedLog(log, "requests failed for such a reason", lines=1)
+        self._dropped_log = LimitedLog(log, "messages were dropped because NATS is not reachable", lines=1)
         self._patience_s = patience_s
         self._last_error = ""
         self._ending = False
@@ -143,6 +146,7 @@ class ServiceApp:
 
     async def _on_reconnect(self) -> None:
         self._last_error = ""
+        self.reconnects += 1
         log.info("connected to NATS at %s again", self.url)
 
     def serve(
@@ -240,8 +244,7 @@ class ServiceApp:
             if isinstance(reply, ErrorReply):
                 mark_failed(reply.code)
             if message.reply:
-                data, headers = _encoded(reply)
-                await self.broker.publish(data, message.reply, headers=headers)
+                await self._send(message.reply, *_encoded(reply))
 
     def _subscribe(self, subject: str, queue: str, answer: Callable[[Msg], Awaitable[None]], concurrency: int) -> None:
         self.broker.subscriber(subject, queue=queue, decoder=_received, no_reply=True, max_workers=concurrency)(answer)
@@ -272,11 +275,18 @@ class ServiceApp:
     async def publish(self, event: Event[E], payload: E) -> None:
         """Publish an event to the current subscribers. For an event with a stream, use `streams.publish`.
 
+        While NATS is unreachable, nats-py keeps messages until it has 2 MiB of them. Further events are dropped.
+
         Raises:
             EnvelopeError: the event is larger than a NATS message may be.
         """
-        data, headers = encode(payload)
-        await self.broker.publish(data, event.subject, headers=headers)
+        await self._send(event.subject, *encode(payload))
+
+    async def _send(self, subject: str, data: bytes, headers: dict[str, str]) -> None:
+        try:
+            await self.broker.publish(data, subject, headers=headers)
+        except nats.errors.OutboundBufferLimitError:
+            self._dropped_log.warning(f"NATS is not reachable, and 2 MiB wait for it: {subject} is dropped")
 
     async def request(self, rpc: Rpc[Q, R], message: Q, *, timeout: float) -> R:
         """Send a request to another service, and wait at most `timeout` seconds for the reply.
@@ -314,7 +324,7 @@ class ServiceApp:
                 self.knows_tenants
             ):  # expired credentials close the connection for good, and only a restart reads new ones
                 self.live["connection"] = lambda: self._client is not None and not self._client.is_closed
-            async with serve_health(HealthSettings(), self.live, {"nats": self._connected}) as self.health_port:
+            async with serve_health(HealthSettings(), self.live, {"nats": lambda: self.connected}) as self.health_port:
                 yield self
         finally:
             if handing is not None and spans is not None:
@@ -332,7 +342,7 @@ class ServiceApp:
 
     async def _publish_spans(self, spans: SpanQueue) -> None:
         """Publish the queued spans. While NATS is unreachable, they stay in the queue. After another error, they are dropped."""
-        while len(spans) and self._connected():
+        while len(spans) and self.connected:
             found, dropped = spans.take(), spans.dropped - self._dropped_reported
             try:
                 message = SpansRecorded(service=self.name, dropped=dropped, spans=tuple(found))
@@ -342,7 +352,9 @@ class ServiceApp:
                 log.info("could not publish %d spans, which are dropped: %s", len(found), e)
                 spans.dropped += len(found)
 
-    def _connected(self) -> bool:
+    @property
+    def connected(self) -> bool:
+        """Whether the connection to NATS is open now, as far as this process knows."""
         return self._client is not None and self._client.is_connected
 
     async def _handled(self, handler: Callable[[Q], Awaitable[T]], model: type[Q], data: bytes) -> T | ErrorReply:

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -68,6 +69,8 @@ SAMPLE_S = 1.0
 LEAVE_POLL_S = 0.25
 #: Seconds between two searches for checkpoints that nobody will restore.
 SWEEP_S = 600.0
+#: Number of ended sessions that are remembered, so that a router can ask how they ended.
+ENDED_KEPT = 4096
 #: After a client's connection broke: seconds between two looks whether its process has ended, and their number.
 PROCESS_LOOK_S, PROCESS_LOOKS = 0.05, 20
 
@@ -138,6 +141,10 @@ class ExecutorActor(Actor):
         )
         self._leases: dict[str, _Lease] = {}
         self._closed: asyncio.Queue[Ended] = asyncio.Queue()
+        #: How sessions ended, by id: events get lost while NATS or all routers are away. And sessions of which this is not
+        #: known yet (`_queue_report`): heartbeats still list them.
+        self._ended: OrderedDict[str, SessionClosed] = OrderedDict()
+        self._ending: set[str] = set()
         self._events = asyncio.get_running_loop()
         loop.sessions.follow(self._on_closed)
         self._asked: Future[tuple[MemoryState, list[str]]] | None = None
@@ -302,6 +309,7 @@ class ExecutorActor(Actor):
         operator.
         """
         known = self.jobs.cancel(request.session_id) or request.session_id in self._leases
+        ended = None if known else self._ended.get(request.session_id)
         closing = asyncio.wrap_future(
             self._close(request.session_id, request.reason or "closed by the router", passing=request.passing)
         )
@@ -309,7 +317,7 @@ class ExecutorActor(Actor):
         if not done:
             return CloseSessionReply(closed=known, running_s=self._loop.launcher.running_s(request.session_id))
         with _refused():
-            return CloseSessionReply(closed=closing.result())
+            return CloseSessionReply(closed=closing.result(), ended=ended)
 
     def _close(self, session_id: str, reason: str, *, passing: bool) -> Future[bool]:
         self._leases.pop(session_id, None)
@@ -328,7 +336,8 @@ class ExecutorActor(Actor):
     async def _send_heartbeats(self) -> None:
         while True:
             heartbeat = await self.heartbeat()
-            if not self._loop.lost:  # an executor without its device must not get sessions
+            # An executor without its device must not get sessions. An old heartbeat says nothing when NATS is back.
+            if not self._loop.lost and self._app.connected:
                 await self._app.publish(contracts.EXECUTOR_NODE_HEARTBEAT, heartbeat)
             await asyncio.sleep(self._settings.heartbeat_s)
 
@@ -425,7 +434,7 @@ class ExecutorActor(Actor):
             pid=os.getpid(),
             device=self._facts,
             endpoints=self._endpoints,
-            sessions=tuple(dict.fromkeys([*sessions, *self.jobs.sessions()])),
+            sessions=tuple(dict.fromkeys([*sessions, *sorted(self._ending), *self.jobs.sessions()])),
             memory_used=memory.own + memory.contents,
             late=tuple([session_id for session_id in sessions if self._is_late(session_id, now)]),
             utilization=min(1.0, max(0.0, share)),
@@ -454,6 +463,7 @@ class ExecutorActor(Actor):
     def _note_closed(self, lease: _Lease | None, closed: Ended) -> None:
         if lease is not None:
             self._forget(closed.session_id, lease)
+        self._ending.add(closed.session_id)
         self._queue_report(closed, PROCESS_LOOKS)
 
     def _queue_report(self, closed: Ended, looks: int) -> None:
@@ -467,9 +477,17 @@ class ExecutorActor(Actor):
             elif looks:
                 self._events.call_later(PROCESS_LOOK_S, self._queue_report, closed, looks - 1)
                 return
+        self._ending.discard(closed.session_id)
         # Do not report an id that is open again. Sessions that end with the executor are in its last heartbeat.
         if closed.session_id not in self._leases and closed.reason != STOPPING:
+            self._remember(closed)
             self._closed.put_nowait(closed)
+
+    def _remember(self, ended: Ended) -> None:
+        self._ended[ended.session_id] = self._closed_event(ended._replace(contents=()))
+        self._ended.move_to_end(ended.session_id)
+        if len(self._ended) > ENDED_KEPT:
+            self._ended.popitem(last=False)
 
     async def report_closed(self) -> None:
         """Report closed sessions to the router until cancelled."""
@@ -482,7 +500,10 @@ class ExecutorActor(Actor):
             await self._report(self._closed.get_nowait())
 
     async def _report(self, ended: Ended) -> None:
-        closed = SessionClosed(
+        await self._app.publish(contracts.EXECUTOR_SESSION_CLOSED, self._closed_event(ended))
+
+    def _closed_event(self, ended: Ended) -> SessionClosed:
+        return SessionClosed(
             session_id=ended.session_id,
             executor_id=self._settings.id,
             reason=ended.reason[:4096],
@@ -491,7 +512,6 @@ class ExecutorActor(Actor):
             epoch=ended.epoch,
             hung_up=ended.hung_up,
         )
-        await self._app.publish(contracts.EXECUTOR_SESSION_CLOSED, closed)
 
 
 @contextlib.contextmanager

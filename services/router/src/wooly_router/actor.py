@@ -114,11 +114,10 @@ class RouterActor:
         self.settings = settings
         self._app = app
         self.stops = Stops()
-        #: The stops of this process after which leases were extended.
-        self._resumed = 0
-        #: Since when heartbeats have been heard: none was before the start, or while this process was stopped. And the stops
-        #: until then.
-        self._heard_since, self._heard_stops = clock(), 0
+        #: The breaks after which leases were extended.
+        self._resumed = (0, 0)
+        #: Since when heartbeats have been heard without a break, and the breaks until then.
+        self._heard_since, self._heard_breaks = clock(), (0, 0)
         self.issuer = settings.issuer()
         self.limits = Limits(settings)
         self.blobs = TenantBlobs(app, settings)
@@ -182,18 +181,25 @@ class RouterActor:
 
         Silent executors count as lost only some time after this: no router has heard them meanwhile.
         """
-        stops, self._heard_since = self.stops.count, self.clock()
+        breaks, self._heard_since = self._breaks(), self.clock()
         await self.world.tasks.prolong_all(self.clock() + self.settings.lease_s)
-        self._resumed = stops
+        self._resumed = breaks
 
-    def was_stopped(self) -> bool:
-        """Whether this process was stopped, and has not extended the leases since."""
-        return self.stops.count != self._resumed
+    def _breaks(self) -> tuple[int, int]:
+        """How often this process was stopped, and how often it lost NATS: it has not read what was said meanwhile."""
+        return self.stops.count, self._app.reconnects
+
+    def missed(self) -> str:
+        """Why this process may have missed heartbeats and renewals since leases were last extended; empty: it has not."""
+        stops, reconnects = self._breaks()
+        if stops != self._resumed[0]:
+            return f"this process was stopped for {self.stops.last_s:.0f} s"
+        return "this process was not connected to NATS" if reconnects != self._resumed[1] else ""
 
     def _listens_since(self) -> float:
-        """Since when heartbeats have been heard without a break. A stop may have ended at this moment."""
-        if (stops := self.stops.count) != self._heard_stops:
-            self._heard_since, self._heard_stops = self.clock(), stops
+        """Since when heartbeats have been heard without a break. A break may have ended at this moment, or go on."""
+        if (breaks := self._breaks()) != self._heard_breaks or not self._app.connected:
+            self._heard_since, self._heard_breaks = self.clock(), breaks
         return self._heard_since
 
     # -- opening -----------------------------------------------------------------------------------------------------
@@ -305,10 +311,8 @@ class RouterActor:
         for name, answer in zip(names, answers, strict=True):
             if isinstance(answer, RefusedError) and answer.code == "executor.no_session":
                 why = f"executor {name} no longer has it"
-                if record.wants.get("recovers"):  # its client may be closing it, and asks if it has lost it
-                    start_errand(self._lose_after_grace(record, name, why, heard=True), f"end of session {record.id}")
-                else:
-                    await self.lose_part(record, name, why)
+                # Its client may be closing it just now.
+                start_errand(self._lose_after_grace(record, name, why, heard=True), f"end of session {record.id}")
                 raise RefusedError("router.no_session", f"executor {name}: {answer}") from answer
             if isinstance(answer, BaseException):
                 problems.append((name, answer))
@@ -662,7 +666,7 @@ class RouterActor:
             if r is not None and not await self._keeps_reserved(r, now) and not await self._keeps_silent(r, now)
         ]
         over = [r for r in over if not self._is_renewed(r.id)]  # while this round read the database
-        if self.was_stopped():  # renewals of that time may not have been read yet
+        if self.missed() or not self._app.connected:  # renewals of that time may not have been read yet
             return 0
         ended = await asyncio.gather(*[self.end(r, "failed", _why_over(r), lapsed=now) for r in over])
         for record in await self.world.tasks.in_states("pending", kind="session"):
@@ -692,10 +696,12 @@ class RouterActor:
         the length of a lease for that. A rank is not kept, because the other ranks wait for it.
 
         A session that can go on in another executor, and has lost its own, is left to `reconcile`: its client may have been
-        asking for its lease all the time.
+        asking for its lease all the time. So is a session that its executor no longer has: it may have ended in good order.
         """
-        if record.state == "started" and record.wants.get("recovers") and self._why_missing(record, now):
-            return True
+        if record.state == "started" and self._why_missing(record, now):
+            lives = any(self.registry.lacks(part.executor_id, record.id, now) for part in record.parts)
+            if record.wants.get("recovers") or lives:
+                return True
         if record.state != "started" or record.gang.task_id or not record.parts:
             return False
         lease = await self.world.tasks.lease(record.id)
@@ -725,7 +731,7 @@ class RouterActor:
 
         Returns the number of these.
         """
-        now, count = self.clock(), 0
+        now, lost = self.clock(), list[tuple[TaskRecord, str, str]]()
         absent, self._absent = self._absent, set()
         for record in await self.world.tasks.in_states("started", kind="session"):
             for part in record.parts:
@@ -734,11 +740,20 @@ class RouterActor:
                     # The end of a rank would end the others, and its executor may be about to report that it has completed.
                     self._absent.add(record.id)
                 elif reason:
-                    log.warning("session %s is over: %s", record.id, reason)
-                    await self.lose_part(record, part.executor_id, reason, passing=True)
-                    count += 1
+                    lost.append((record, part.executor_id, reason))
                     break
-        return count
+        await asyncio.gather(*[self._lose_missing(*each) for each in lost])
+        return len(lost)
+
+    async def _lose_missing(self, record: TaskRecord, executor_id: str, reason: str) -> None:
+        """End a session that one executor does not have. An executor that lives may tell how the session ended there."""
+        if self.registry.lacks(executor_id, record.id, self.clock()):
+            ended = await self.executors.how_ended(executor_id, record.id)
+            if ended is not None and ended.epoch == record.attempt:
+                await self.on_session_closed(ended)
+                return
+        log.warning("session %s is over: %s", record.id, reason)
+        await self.lose_part(record, executor_id, reason, passing=True)
 
     def _why_missing(self, record: TaskRecord, now: float) -> str:
         """Explain why one of a session's executors cannot have it; empty if all can."""
@@ -748,7 +763,8 @@ class RouterActor:
     def missing(self, executor_id: str, session_id: str, since: float) -> str:
         """Explain why an executor cannot have a session that it took at time `since`; empty if it can.
 
-        For `LOST_AFTER_S` after its own start, or after it was stopped, a router does not count silent executors as lost.
+        For `LOST_AFTER_S` after its own start, or after it was stopped or without NATS, a router does not count silent executors
+        as lost.
         """
         now, last = self.clock(), self.registry.heard(executor_id)
         heard = max(last or 0.0, self._listens_since())

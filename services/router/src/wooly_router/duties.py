@@ -42,31 +42,32 @@ class Duties:
         """Run rounds until cancelled. A database that is unreachable for a while does not end the loop.
 
         Such a time does not end sessions either: no client could renew its lease meanwhile, so all leases are extended after it.
-        The same holds after a time in which this process was stopped: it has not read what was said meanwhile.
+        The same holds after a time in which this process was stopped or without NATS: it has not read what was said meanwhile.
         """
         while True:
             await self._jobs.wait(every_s)
             try:
-                if self._actor.was_stopped():
-                    log.warning(
-                        "this process was stopped for %.0f s; the leases of all sessions are extended",
-                        self._actor.stops.last_s,
-                    )
-                    await self._actor.resume()
-                if self._database_away:
-                    await self._actor.resume()
-                    self._database_away = False
-                    log.info("the database answers again; the leases of all sessions are extended")
-                await self.listen_to_scheduler()
-                if self._is_due("settings", 2 * EVERY_S):
-                    self._actor.hibernate_after_s = (await self._actor.world.settings())[0].hibernate_after_s
-                if self._leadership.held:
-                    await self.round()
+                await self.step()
             except UNREACHABLE as e:
                 self._database_away = True
                 log_away("the leader's duties wait", e)
             except Exception:
                 log.exception("a round of the leader's duties failed; trying again")
+
+    async def step(self) -> None:
+        """Do what every router does from time to time and, if this one leads, a round of the leader's work."""
+        if missed := self._actor.missed():
+            log.warning("%s; the leases of all sessions are extended", missed)
+            await self._actor.resume()
+        if self._database_away:
+            await self._actor.resume()
+            self._database_away = False
+            log.info("the database answers again; the leases of all sessions are extended")
+        await self.listen_to_scheduler()
+        if self._is_due("settings", 2 * EVERY_S):
+            self._actor.hibernate_after_s = (await self._actor.world.settings())[0].hibernate_after_s
+        if self._leadership.held:
+            await self.round()
 
     async def round(self) -> None:
         """Do all work that is due."""

@@ -15,6 +15,7 @@ from wooly_wis.messages import (
     HostSessionRequest,
     RenewSessionReply,
     RenewSessionRequest,
+    SessionClosed,
 )
 
 log = logging.getLogger("wooly.router")
@@ -83,6 +84,19 @@ class Executors:
             executor_ids, CloseSessionRequest(session_id=session_id, reason=reason, passing=True)
         )
         return {name for name, seconds in running.items() if seconds is None}
+
+    async def how_ended(self, executor_id: str, session_id: str) -> SessionClosed | None:
+        """Ask an executor that no longer lists a session how the session ended there, because its event may have been lost.
+
+        Returns None if the executor does not know it, or does not answer.
+        """
+        request = CloseSessionRequest(session_id=session_id, reason="its executor did not list it", passing=True)
+        try:
+            contract = contracts.EXECUTOR_SESSION_CLOSE.at(executor_id)
+            return (await self._app.request(contract, request, timeout=EXECUTOR_TIMEOUT_S)).ended
+        except BusError as e:
+            log.warning("executor %s could not be asked how session %s ended: %s", executor_id, session_id, e)
+            return None
 
     async def _close_all(self, executor_ids: list[str], request: CloseSessionRequest) -> dict[str, float | None]:
         """By executor, the seconds for which an operator of the session still runs there; None: the executor does not answer."""

@@ -1,7 +1,7 @@
 """Jobs: read from the queue of commands, placed, started on executors, ended by the executors' reports, published as events.
 
-A job whose submission is acknowledged is in the database. Attempts are numbered. A report about another attempt than the
-current one changes nothing, so only one of several executions counts.
+A job whose submission is acknowledged is in the database. Attempts are numbered, and only one of several executions counts: that
+of the current attempt, or of an earlier one that has completed before the current one has begun.
 """
 
 from __future__ import annotations
@@ -265,25 +265,32 @@ class JobActor:
     async def on_job_ended(self, ended: JobEnded) -> bool:
         """Record the end of an attempt.
 
-        Returns False, and changes nothing, if the attempt is not the current one or the job has ended.
+        Returns False, and changes nothing, if the report comes too late: a later attempt has begun, or the job has ended.
         """
         task = await self._tasks.get(ended.task_id)
-        if task is None or task.kind != "job" or task.attempt != ended.attempt:
+        if task is None or task.kind != "job" or not _counts(task, ended):
             return False
         if ended.state == "lost":
             return await self._retry_attempt(task, f"lost on {ended.executor_id}: {ended.reason}")
-        outputs = [o.model_dump(mode="json", exclude={"schema_version"}) for o in ended.outputs]
         with step("router", "end_job", _trace(task), task_id=task.id, attempt=ended.attempt, state=ended.state):
-            return await self._end_attempt(task, ended, outputs)
+            return await self._end_attempt(ended)
 
-    async def _end_attempt(self, task: TaskRecord, ended: JobEnded, outputs: list[dict[str, Any]]) -> bool:
+    async def _end_attempt(self, ended: JobEnded) -> bool:
+        now, on = self._router.clock(), f"on {ended.executor_id}"
+        outputs = [o.model_dump(mode="json", exclude={"schema_version"}) for o in ended.outputs]
         async with self._world.database.writing() as s:
-            if task.state == "pending":  # its end arrived before the answer of its executor
-                await self._tasks.move(
-                    s, task.id, "started", f"on {ended.executor_id}", self._router.clock(), attempt=task.attempt
-                )
+            # As it is now: its attempt may just have been taken for lost.
+            task = await self._tasks.locked(s, ended.task_id)
+            if task is None or not _counts(task, ended):
+                return False
+            if task.state == "pending":  # its end arrived before the answer of its executor, or after it was taken for lost
+                if (task.attempt, bool(task.parts)) != (ended.attempt, True):
+                    node = next((h.node for h in self._router.registry.all() if h.executor_id == ended.executor_id), "")
+                    part = PartRecord(ended.executor_id, node)
+                    await self._tasks.take_devices(s, task.id, [part], attempt=ended.attempt)
+                await self._tasks.move(s, task.id, "started", on, now, attempt=ended.attempt)
             moved = await self._tasks.move(
-                s, task.id, ended.state, ended.reason, self._router.clock(), attempt=ended.attempt, outputs=outputs
+                s, task.id, ended.state, ended.reason, now, attempt=ended.attempt, outputs=outputs
             )
         self._changed.set()
         return moved
@@ -536,6 +543,13 @@ class JobActor:
             log.warning("task events cannot be published: %s; trying again", e)
         await self._tasks.tell(told)
         return len(told)
+
+
+def _counts(task: TaskRecord, ended: JobEnded) -> bool:
+    """Whether a report about an attempt may still end a job."""
+    if task.attempt == ended.attempt:
+        return True
+    return ended.state == "completed" and task.state == "pending" and ended.attempt < task.attempt
 
 
 def _attempt(task: TaskRecord) -> tuple[int, tuple[PartRecord, ...]]:

@@ -237,17 +237,6 @@ class CloseSessionRequest(Message):
     passing: bool = False
 
 
-class CloseSessionReply(Message):
-    """`closed`: whether the session existed.
-
-    `running_s`: seconds for which an operator of the session has been running. The operator cannot be stopped, so the session
-    ends there when the operator ends. 0: nothing of the session runs.
-    """
-
-    closed: bool
-    running_s: float = Field(default=0.0, ge=0)
-
-
 class PeerSessionRequest(Message):
     """Let the executor of a session work with the executor of another session of the same tenant (client to router).
 
@@ -388,3 +377,17 @@ class SessionClosed(Message):
     passing: bool = False
     epoch: int = Field(default=0, ge=0)
     hung_up: bool = False
+
+
+class CloseSessionReply(Message):
+    """`closed`: whether the session existed.
+
+    `running_s`: seconds for which an operator of the session has been running. The operator cannot be stopped, so the session
+    ends there when the operator ends. 0: nothing of the session runs.
+
+    `ended`: how the session had ended before this request, if the executor still knows: its event may have been lost.
+    """
+
+    closed: bool
+    running_s: float = Field(default=0.0, ge=0)
+    ended: SessionClosed | None = None

@@ -93,6 +93,11 @@ class Registry:
         seen = self._seen.get(executor_id)
         return seen is not None and seen.lives(now) and session_id in seen.heartbeat.sessions
 
+    def lacks(self, executor_id: str, session_id: str, now: float) -> bool:
+        """Tell whether an executor is alive and does not list a session."""
+        seen = self._seen.get(executor_id)
+        return seen is not None and seen.lives(now) and session_id not in seen.heartbeat.sessions
+
     def late(self, executor_id: str, session_id: str, now: float) -> bool:
         """Tell whether an executor that is alive reports that a session's client is silent, but connected."""
         seen = self._seen.get(executor_id)
