@@ -10,6 +10,7 @@ from wooly_bus.channel import ChannelClosedError, Endpoint
 from wooly_bus.errors import NoResponderError, RefusedError
 from wooly_bus.rpc import ControlClient
 from wooly_testkit.forks import Forked
+from wooly_wis.frames import Kind
 from wooly_wis.messages import (
     CloseSessionRequest,
     HostSessionRequest,
@@ -96,6 +97,23 @@ def test_executor_session_that_comes_back_begins_anew_although_it_was_not_closed
     executor("close", session_id="back")
     for client in (before, after):
         client.channel.close()
+
+
+@pytest.mark.parametrize("why", ["", "its script ended with exit code 1"])
+def test_executor_says_how_a_session_ended(executor, wis, why):
+    """Its event may have been lost with NATS's server, or while no router ran."""
+    reply = executor("open", session_id="over", token="secret", quota=1000, epoch=3)
+    client = wis.client(Endpoint.parse(reply.endpoints[0]), "over", "secret")
+    client.channel.send(Kind.CLOSE, why.encode())
+    client.channel.await_end(30)
+    client.channel.close()
+    ends(executor, "over")
+    deadline = time.monotonic() + 30
+    while (ended := executor("close", session_id="over").ended) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert (ended.session_id, ended.executor_id, ended.epoch, ended.reason) == ("over", "x", 3, why)
+    assert executor("close", session_id="nobody").ended is None
 
 
 @pytest.mark.parametrize(

@@ -179,3 +179,16 @@ def test_a_session_hibernates_when_it_was_idle_for_long():
     assert not session.hibernations
     session.heed(None, hibernate_after_s=0.01)
     assert [cut for cut, _ in session.hibernations] == [1]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_end_of_a_session_that_no_router_knows_is_read_before_the_connection_breaks(known):
+    """A connection that is closed while answers are unread is reset, and the executor would lose the last frame."""
+    first, done = Storing(), []
+    first.await_end = lambda timeout: done.append(timeout)
+    first.close = lambda: done.append("closed")
+    link = Session(first).link
+    link.say_end("it failed")
+    assert first.kinds[-1] == Kind.CLOSE and done == []
+    link.hang_up(known=known)
+    assert done == (["closed"] if known else [links.CLOSE_S, "closed"])

@@ -311,3 +311,14 @@ def test_another_session_is_asked_for_until_the_controller_answers_again(monkeyp
     else:
         with pytest.raises(ControlError):
             opening.open_and_use(None, "", None, use, None)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_close_says_whether_the_controller_knows_the_end(opened, answers):
+    class Away(Controller):
+        def ask(self, rpc, message, timeout=4.0):
+            if rpc == contracts.ROUTER_SESSION_CLOSE and not answers:
+                raise ControlError("no answer")
+
+    session = opened(Away())
+    assert session.close() == answers

@@ -580,7 +580,9 @@ async def test_router_that_was_stopped_ends_no_session(rig, monkeypatch, when):
 
 
 @pytest.mark.on_both
-@pytest.mark.parametrize("wanted", [{}, {"recovers": True}, {"gang": GangPlace(gang_id="g", rank=0, size=2, devices=1)}])
+@pytest.mark.parametrize(
+    "wanted", [{}, {"recovers": True}, {"gang": GangPlace(gang_id="g", rank=0, size=2, devices=1)}]
+)
 async def test_router_that_lost_nats_ends_no_session_when_it_is_connected_again(rig, wanted):
     """Executors and clients may connect later than the router, which has heard nothing of them meanwhile."""
     async with rig("a") as r:
@@ -764,7 +766,10 @@ async def test_session_that_ended_while_no_router_listened_ends_as_its_executor_
         await r.beat()
         await r.duties().round()
         await eventually(lambda: executor.closed)
-        found = {"in order": ("completed", "closed by its client"), "failed": ("failed", "its client's process has ended")}
+        found = {
+            "in order": ("completed", "closed by its client"),
+            "failed": ("failed", "its client's process has ended"),
+        }
         state, why = found.get(how, ("pending" if recovers else "failed", "executor a does not have it"))
         while (task := await r.tasks.get(name)).state == "started":
             await asyncio.sleep(0.05)

@@ -468,12 +468,17 @@ def _close(why: str) -> None:
                 link.await_collectives()
             if opened is not None and opened.controlled:
                 opened.expect_end()
-            link.close(why)
+            link.say_end(why)
             for each in [recorder, *[r for r in attached.device.devices.recorders if r.lock is recorder.lock]]:
                 if each.link is link:  # otherwise another thread has opened the next session
                     each.forget_session()
+    known = True
+    try:
+        known = attached.opened is None or attached.opened.close(why)
+    finally:
+        for link in attached.links:
+            link.hang_up(known=known)
     if attached.opened is not None:
-        attached.opened.close(why)
         capture.report_session(attached.opened.session_id, stats)
 
 

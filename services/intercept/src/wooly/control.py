@@ -561,14 +561,14 @@ class OpenedSession:
         if self.traced:
             self.trace.send(self._controller, self.session_id, self._credential)
 
-    def close(self, why: str = "") -> None:
-        """Close the session and the connection to the controller.
+    def close(self, why: str = "") -> bool:
+        """Close the session and the connection to the controller. Returns whether the controller knows the end.
 
         Args:
             why: the failure that ends it; empty: it ends normally.
         """
         if self._closing.is_set():
-            return
+            return True
         self._closing.set()
         self._tell_rest()
         request = CloseSessionRequest(session_id=self.session_id, token=self.token, reason=why[:MAX_REASON])
@@ -579,10 +579,12 @@ class OpenedSession:
             with self.trace.current():
                 self._controller.ask(contracts.ROUTER_SESSION_CLOSE, request, timeout=2.0)
         except ControlError as e:
-            log.info("the router did not confirm that the session is closed; it ends when its lease ends: %s", e)
+            log.info("the router did not confirm that the session is closed; its executor tells it later: %s", e)
+            return False
         else:
             if self.on_closed is not None:
                 self.on_closed(self._controller)
+            return True
         finally:
             self._controller.close()
             self.trace.flush()

@@ -119,10 +119,11 @@ class StandaloneSession:
     def note(self, line: str) -> None:
         """Tell nobody: no controller has a story of the session."""
 
-    def close(self, why: str = "") -> None:
-        """End the trace. Closing the connection ends the session."""
+    def close(self, why: str = "") -> bool:
+        """End the trace. Closing the connection ends the session. Returns True: no controller needs to know it."""
         self.trace.end()
         self.trace.flush()
+        return True
 
 
 def _refuse_what_needs_a_controller(settings: Settings) -> None:

@@ -190,7 +190,10 @@ class RecordingLink:
     def await_collectives(self) -> None:
         """Do nothing: there is no connection."""
 
-    def close(self, why: str = "") -> None:
+    def say_end(self, why: str = "") -> None:
+        """Do nothing: there is no connection."""
+
+    def hang_up(self, *, known: bool) -> None:
         """Do nothing: there is no connection."""
 
 

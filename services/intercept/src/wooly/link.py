@@ -1033,6 +1033,15 @@ class Link:
         Args:
             why: the failure that ends it; empty: it ends normally.
         """
+        self.say_end(why)
+        self.hang_up(known=True)
+
+    def say_end(self, why: str = "") -> None:
+        """Tell the executor that the session ends, if the connection is open. `hang_up` must follow.
+
+        Args:
+            why: as for `close`.
+        """
         if self.recovery is not None and self.recovery.together is not None and os.getpid() == self._pid:
             self.recovery.together.end(why or "it has closed its session")
         if self.lost is None and os.getpid() == self._pid:
@@ -1044,4 +1053,13 @@ class Link:
             except ChannelError as e:
                 self.lose(e)
         self.lost = self.lost or ExecutorLostError("this session is closed; call wooly.enable() to open another one")
+
+    def hang_up(self, *, known: bool) -> None:
+        """Close the connection.
+
+        Args:
+            known: the router knows the end of the session. Otherwise, the executor must read it before the connection breaks.
+        """
+        if not known and os.getpid() == self._pid:
+            self.connection.channel.await_end(CLOSE_S)
         self.connection.channel.close()
