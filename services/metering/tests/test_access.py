@@ -1,11 +1,16 @@
 """Access over REST if the router requires no tokens."""
 
 import asyncio
+from types import SimpleNamespace
 
+import httpx
 import pytest
+from prometheus_client import CollectorRegistry
+from sqlalchemy.exc import OperationalError
 from wooly_bus.errors import RefusedError
 from wooly_bus.web import OPEN, Buckets, refuse_open
 from wooly_metering.access import Access
+from wooly_metering.rest import create_rest
 from wooly_wis.messages import CheckTokenReply
 
 
@@ -37,3 +42,19 @@ def test_rest_without_tokens_on_the_network_refuses_all_unless_opened_by_setting
 
 def test_rest_without_tokens_on_loopback_admits_all():
     assert caller("open", "127.0.0.1").auth == "open"
+
+
+async def test_rest_while_the_database_is_away_says_when_to_try_again_and_fills_no_log(caplog):
+    async def away(request):
+        raise OperationalError("SELECT secret", {}, Exception("the server closed the connection"))
+
+    access = Access(App("open"), Buckets(100, 100))
+    api = create_rest(SimpleNamespace(on_credits=away), CollectorRegistry(), access)
+    transport = httpx.ASGITransport(api, raise_app_exceptions=False)
+    async with httpx.AsyncClient(base_url="http://127.0.0.1/api/v1", transport=transport) as http:
+        for _ in range(3):
+            answer = await http.get("credits")
+            assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+            assert answer.json()["code"] == "metering.database" and answer.json()["retryable"]
+    assert [r.getMessage().count("\n") for r in caplog.records if r.name == "wooly.metering"] == [0]
+    assert "Traceback" not in caplog.text

@@ -61,6 +61,8 @@ async def call_rest(http, method, path, status=200, **more):
     answer = await http.request(method, path, **more)
     assert answer.status_code == status, answer.text
     content = answer.json() if answer.content else None
+    if status == 503:
+        assert int(answer.headers["retry-after"]) > 0
     if status >= 400:
         assert set(content) == {"code", "message", "retryable"} and content["message"]
     return content

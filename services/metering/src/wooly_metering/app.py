@@ -20,7 +20,7 @@ from wooly_bus.web import Buckets, refuse_open
 
 from wooly_metering.actor import MeteringActor
 from wooly_metering.follower import Follower
-from wooly_metering.ledger.database import Database, migrate
+from wooly_metering.ledger.database import DATABASE_AWAY, DATABASE_AWAY_TEXT, UNREACHABLE, Database, migrate
 from wooly_metering.settings import MeteringSettings
 
 log = logging.getLogger("wooly.metering")
@@ -36,6 +36,7 @@ async def serve(settings: MeteringSettings, database: Database) -> None:
         OSError: the port of REST is in use.
     """
     app = ServiceApp("metering", settings.nats_url)
+    app.passing |= dict.fromkeys(UNREACHABLE, (DATABASE_AWAY, DATABASE_AWAY_TEXT))
     actor = MeteringActor(app, database)
     async with _http(settings, app, actor) as http, app.running():
         follower = Follower(app.jetstream(), actor.writer, settings.batch_events, actor.on_booked)

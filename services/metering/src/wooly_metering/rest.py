@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from wooly_bus.errors import BusError, RefusedError
 from wooly_bus.http_front import Front, Rule
 from wooly_bus.http_listener import HttpSettings
+from wooly_bus.limited_log import LimitedLog, first_line
 from wooly_bus.web import shows
 from wooly_wis.credits import (
     AddPlanRequest,
@@ -43,9 +44,13 @@ from wooly_wis.messages import CheckTokenReply
 
 from wooly_metering.access import Access, needs, tenant_of
 from wooly_metering.actor import MeteringActor
+from wooly_metering.ledger.database import DATABASE_AWAY, DATABASE_AWAY_TEXT, UNREACHABLE
 
 log = logging.getLogger("wooly.metering")
 PREFIX = "/api/v1/credits"
+#: Seconds after which a client may try again what failed because it asked too often (429), or because another part does not
+#: answer (503).
+RETRY_S = 1
 #: HTTP status of a refusal, by error code. Other codes have the status 409 (conflict).
 _STATUS = {
     "router.unauthorized": 401,
@@ -165,12 +170,13 @@ def create_rest(actor: MeteringActor, registry: CollectorRegistry, access: Acces
 def refusal(error: BusError) -> JSONResponse:
     """The HTTP response to a refused request."""
     status = _STATUS.get(error.code, 409) if isinstance(error, RefusedError) else 503
-    headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}.get(status)
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": str(RETRY_S)}}.get(status)
     return _error(status, error.code, str(error), headers, retryable=error.retryable)
 
 
 def _errors(api: FastAPI) -> None:
     """Give all errors the same form as the router's errors."""
+    away = LimitedLog(log, "requests failed, too,", lines=1)
 
     @api.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
@@ -192,10 +198,11 @@ def _errors(api: FastAPI) -> None:
 
     @api.exception_handler(SQLAlchemyError)
     async def database_away(request: Request, error: SQLAlchemyError) -> JSONResponse:
-        log.exception("REST %s", request.url.path)
-        return _error(
-            503, "metering.database", "the ledger's database does not answer; see metering's log, and try again"
-        )
+        if isinstance(error, UNREACHABLE):
+            away.warning(f"REST {request.url.path} fails: the ledger's database does not answer: {first_line(error)}")
+        else:
+            log.exception("REST %s", request.url.path)
+        return _error(503, DATABASE_AWAY, DATABASE_AWAY_TEXT)
 
     @api.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
@@ -205,4 +212,6 @@ def _errors(api: FastAPI) -> None:
 
 def _error(status: int, code: str, message: str, headers: Any = None, *, retryable: bool | None = None) -> JSONResponse:
     content = {"code": code, "message": message, "retryable": status >= 500 if retryable is None else retryable}
+    if status == 503:
+        headers = {"Retry-After": str(RETRY_S)} | dict(headers or {})
     return JSONResponse(content, status, headers)

@@ -9,11 +9,15 @@ from typing import Any
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy import Connection, Engine, create_engine, event, exc, make_url, text
 from wooly_bus import postgresql
 
 #: Key of PostgreSQL's advisory lock for migrations and all writes ("credit" in ASCII).
 WRITE_LOCK = 0x637265646974
+#: Errors of transactions while the database does not answer, and what callers are told then.
+UNREACHABLE = (exc.OperationalError, exc.InterfaceError, exc.TimeoutError)
+DATABASE_AWAY = "metering.database"
+DATABASE_AWAY_TEXT = "the ledger's database does not answer; see metering's log, and try again"
 #: Seconds that a writer waits for another writer (SQLite allows one at a time).
 BUSY_S = 30.0
 

@@ -50,6 +50,8 @@ STATUS = {
     "router.limit": 429,
     "router.database": 503,
 }
+#: Seconds after which a client may try again what failed because another part does not answer (503).
+RETRY_S = 1
 #: Maximum size, in bytes, of the body of a request without a token.
 LOGIN_BYTES = 4096
 _PROBLEMS: dict[int | str, dict[str, Any]] = {
@@ -154,4 +156,6 @@ def _answer_errors(api: FastAPI) -> None:
 
 def _error(status: int, code: str, message: str, headers: Any = None, *, retryable: bool | None = None) -> JSONResponse:
     content = {"code": code, "message": message, "retryable": status >= 500 if retryable is None else retryable}
+    if status == 503:
+        headers = {"Retry-After": str(RETRY_S)} | dict(headers or {})
     return JSONResponse(content, status, headers)
