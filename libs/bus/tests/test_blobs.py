@@ -19,7 +19,7 @@ from wooly_bus.blobs import (
 )
 from wooly_bus.contract_types import Event, WorkQueue
 from wooly_bus.queue_reader import take
-from wooly_bus.streams import ensure_stream, publish
+from wooly_bus.streams import StreamError, ensure_stream, publish
 from wooly_testkit.nats import nats_server as start_nats_server
 from wooly_wis.module import module_digest
 
@@ -41,6 +41,28 @@ async def test_blob_round_trips_under_its_digest(nats_server, size):
         assert name == module_digest(data).hex() == await BlobStore(js, f"t{size}").put(data)
         again = BlobStore(js, f"t{size}")
         assert await again.size(name) == size and await again.get(name, size) == data
+
+
+@pytest.mark.parametrize("how", ["put", "append"])
+async def test_bucket_that_was_lost_with_its_disk_is_made_again(nats_server, how):
+    """A router keeps the stores of its tenants for as long as it runs."""
+    async with jetstream(nats_server) as js:
+        store = BlobStore(js, f"lost-{how}")
+        name = await store.put(b"once")
+        await js.delete_stream(f"OBJ_{store.bucket}")
+        with pytest.raises(BlobMissingError):
+            await store.size(name)
+
+        async def keep():
+            if how == "put":
+                return await store.put(b"once")
+            await store.append("u", 0, b"once", 0)
+            await store.finish(name, "u", 4)
+            return name
+
+        with pytest.raises(StreamError):
+            await keep()
+        assert await keep() == name and await store.get(name, 10) == b"once"
 
 
 async def test_get_blob_of_other_tenant_raises(nats_server):

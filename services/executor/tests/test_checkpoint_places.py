@@ -1,5 +1,6 @@
 """Where checkpoints lie: what attackers of a store can do, object stores with failures, and executors that use one at a time."""
 
+import asyncio
 import base64
 import itertools
 import os
@@ -10,6 +11,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nats.js.errors import Error as JetStreamError
 from nats.js.errors import NotFoundError
 from wooly_bus.contents import CHUNK
 from wooly_executor.checkpoints import jetstream as jetstream_module
@@ -710,6 +712,27 @@ def test_jetstream_that_does_not_answer_is_an_error(no_pauses, monkeypatch):
     with pytest.raises(CheckpointError, match=r"cannot store .*\(WOOLY_EXECUTOR_CHECKPOINTS\)"):
         store(checkpoints.of("t", "s"), 1, b"content")
     checkpoints.close()
+
+
+@pytest.mark.parametrize("what", ["connection", "buckets"])
+def test_jetstream_that_was_away_takes_checkpoints_again(server, what):
+    """nats-py closes a connection for good if its credentials expired, and a server that lost its disk has no buckets."""
+    files = JetStreamFiles(f"{server}/AWAY")
+    path = f"{files.root}/t/data-1-a"
+    files.pipe_file(path, b"before")
+    if what == "connection":
+        client = files._client
+        asyncio.run_coroutine_threadsafe(client.close(), files._loop).result(10)
+        assert client.is_closed
+    else:
+        for stream in ("KV_AWAY", "OBJ_AWAY"):
+            files._run(files._opened[0].delete_stream(stream))
+        with pytest.raises(JetStreamError):
+            files.pipe_file(path, b"lost")
+    files.pipe_file(path, b"after")
+    assert files.cat_file(path) == b"after"
+    assert files._client.options["max_reconnect_attempts"] == -1
+    files.close()
 
 
 def test_an_url_of_jetstream_without_a_host_is_refused(monkeypatch):

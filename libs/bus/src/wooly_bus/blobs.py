@@ -117,6 +117,11 @@ class BlobStore:
         self.bucket = bucket or bucket_of(tenant)
         self._store: ObjectStore | None = None
 
+    def _failed(self, what: str, error: Exception) -> StreamError:
+        """The error of a request that failed. The bucket is looked for again: its server may have lost its disk."""
+        self._store = None
+        return StreamError(f"{what}: {str(error) or type(error).__name__}")
+
     async def _open(self) -> ObjectStore:
         if self._store is None:
             try:
@@ -159,7 +164,7 @@ class BlobStore:
                 return name
             await store.put(name, io.BytesIO(data))
         except (nats.errors.Error, JetStreamError, OSError) as e:
-            raise StreamError(f"blob {name[:16]}: {str(e) or type(e).__name__}") from e
+            raise self._failed(f"blob {name[:16]}", e) from e
         return name
 
     async def has(self, name: str, size: int) -> bool:
@@ -191,7 +196,7 @@ class BlobStore:
                 "upload; upload it again"
             ) from e
         except (nats.errors.Error, JetStreamError, OSError) as e:
-            raise StreamError(f"blob {name[:16]}: {str(e) or type(e).__name__}") from e
+            raise self._failed(f"blob {name[:16]}", e) from e
         return str(info.nuid), int(info.size or 0)
 
     async def chunks(self, name: str) -> AsyncGenerator[bytes, None]:
@@ -285,7 +290,7 @@ class BlobStore:
             state = (await self._js.stream_info(f"OBJ_{self.bucket}")).state
             return int(state.bytes), int(state.messages)
         except (nats.errors.Error, JetStreamError, OSError) as e:
-            raise StreamError(f"bucket {self.bucket}: {str(e) or type(e).__name__}") from e
+            raise self._failed(f"bucket {self.bucket}", e) from e
 
     async def append(self, upload: str, offset: int, data: bytes, after: int) -> int:
         """Store the next piece of an upload. Returns its sequence number. A repeated call changes nothing.
@@ -307,9 +312,9 @@ class BlobStore:
         except APIError as e:
             if e.err_code == _WRONG_LAST_SEQUENCE:
                 return await self._appended(upload, headers["Nats-Msg-Id"], after)
-            raise StreamError(f"upload {upload}: {e}") from e
+            raise self._failed(f"upload {upload}", e) from e
         except (nats.errors.Error, JetStreamError, OSError) as e:
-            raise StreamError(f"upload {upload}: {str(e) or type(e).__name__}") from e
+            raise self._failed(f"upload {upload}", e) from e
 
     async def _appended(self, upload: str, id: str, after: int) -> int:
         """The sequence number of the last piece if its id is `id`: then the piece was stored, and only the answer was lost."""
@@ -318,7 +323,7 @@ class BlobStore:
         except NotFoundError:
             last = None
         except (nats.errors.Error, JetStreamError, OSError) as e:
-            raise StreamError(f"upload {upload}: {str(e) or type(e).__name__}") from e
+            raise self._failed(f"upload {upload}", e) from e
         if last is None or (last.headers or {}).get("Nats-Msg-Id") != id:
             raise UploadError(f"piece {id} of the upload does not follow piece {after}; begin the upload again")
         return int(last.seq or 0)
@@ -349,7 +354,7 @@ class BlobStore:
         try:
             await self._js.purge_stream(f"OBJ_{self.bucket}", subject=self._pieces_of(upload))
         except (nats.errors.Error, JetStreamError, OSError) as e:
-            raise StreamError(f"upload {upload}: {str(e) or type(e).__name__}") from e
+            raise self._failed(f"upload {upload}", e) from e
 
     async def seal(self, name: str, upload: str, size: int, count: int, sha256: bytes) -> None:
         """Make a blob of an upload whose pieces are known to match the digest.
@@ -364,7 +369,7 @@ class BlobStore:
             about = f"$O.{self.bucket}.M.{base64.urlsafe_b64encode(name.encode()).decode()}"
             await self._js.publish(about, json.dumps(info.as_dict()).encode(), headers={Header.ROLLUP: "sub"})
         except (nats.errors.Error, JetStreamError, OSError) as e:
-            raise StreamError(f"blob {name[:16]}: {str(e) or type(e).__name__}") from e
+            raise self._failed(f"blob {name[:16]}", e) from e
 
     async def drop_uploads(self, idle_s: float) -> int:
         """Remove unfinished uploads that got no piece for `idle_s` seconds. Returns the number of the other unfinished uploads.
@@ -390,7 +395,7 @@ class BlobStore:
                 else:
                     await self._js.purge_stream(stream, subject=self._pieces_of(upload))
         except (nats.errors.Error, JetStreamError, OSError) as e:
-            raise StreamError(f"bucket {self.bucket}: {str(e) or type(e).__name__}") from e
+            raise self._failed(f"bucket {self.bucket}", e) from e
         return left
 
     async def piece(self, name: str, after: int) -> tuple[int, bytes, int]:
@@ -422,7 +427,7 @@ class BlobStore:
                 after, largest = int(found.seq or 0), max(largest, len(parts[-1]))
                 length += len(parts[-1])
         except (nats.errors.Error, JetStreamError, OSError) as e:
-            raise StreamError(f"blob {name[:16]}: {str(e) or type(e).__name__}") from e
+            raise self._failed(f"blob {name[:16]}", e) from e
         return size, b"".join(parts), after
 
 

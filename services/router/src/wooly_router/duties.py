@@ -66,7 +66,7 @@ class Duties:
         await self.listen_to_scheduler()
         if self._is_due("settings", 2 * EVERY_S):
             self._actor.hibernate_after_s = (await self._actor.world.settings())[0].hibernate_after_s
-        if self._leadership.held:
+        if self._leadership.held and self._app.connected:  # otherwise nobody hears it
             await self.round()
 
     async def round(self) -> None:

@@ -12,6 +12,7 @@ import base64
 import contextlib
 import datetime
 import json
+import logging
 import threading
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
@@ -20,19 +21,20 @@ from urllib.parse import urlsplit
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.api import KeyValueConfig, ObjectStoreConfig
-from nats.js.errors import NotFoundError
+from nats.js.errors import NoStreamResponseError, NotFoundError
 from nats.js.kv import KeyValue
 from nats.js.object_store import ObjectStore
-from wooly_bus.access import Access, options
+from wooly_bus.access import Access, Shows, options
 from wooly_bus.nats_client import NatsClient
 from wooly_bus.streams import replicas
 from wooly_bus.supervision import start_thread
 
+log = logging.getLogger("wooly.executor")
 T = TypeVar("T")
 #: Maximum bytes of a value in the key-value bucket. A message of NATS has at most 1 MiB by default.
 SMALL = 64 << 10
-#: Maximum seconds of one request.
-TIMEOUT_S = 60.0
+#: Maximum seconds of one request, and of a new connection.
+TIMEOUT_S, CONNECT_S = 60.0, 10.0
 #: The bucket of a URL that names none.
 BUCKET = "WOOLY_CHECKPOINTS"
 _HERE, _OBJECT = b"\0", b"\1"
@@ -58,6 +60,7 @@ class JetStreamFiles:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opened: tuple[JetStreamContext, KeyValue, ObjectStore] | None = None
+        self._last_error = ""
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -125,14 +128,41 @@ class JetStreamFiles:
 
     async def _open(self) -> tuple[JetStreamContext, KeyValue, ObjectStore]:
         async with self._connecting:
+            if self._client is None or self._client.is_closed:  # for good, because its credentials expired
+                self._client, self._opened = await self._connected(), None
             if self._opened is None:
-                held = None if self._access.credentials is None else self._access.credentials()
-                self._client = client = NatsClient()
-                more = options(held, self._access.tls())
-                await client.connect(self._access.url, name="wooly-checkpoints", connect_timeout=5, **more)
-                js = client.jetstream(timeout=20.0)
+                js = self._client.jetstream(timeout=20.0)
                 self._opened = js, await self._values(js), await self._objects(js)
         return self._opened
+
+    async def _connected(self) -> Client:
+        more: dict[str, Any] = options(None, self._access.tls())
+        if self._access.credentials is not None:
+            shows, held = Shows(self._access.credentials), self._access.credentials()
+            more |= {"user_jwt_cb": shows.jwt, "signature_cb": shows.signature, "inbox_prefix": held.inbox}
+        client = NatsClient()
+        connecting = client.connect(
+            self._access.url,
+            name="wooly-checkpoints",
+            connect_timeout=5,
+            max_reconnect_attempts=-1,  # NATS may be away for long
+            reconnect_time_wait=1,
+            error_cb=self._on_error,
+            **more,
+        )
+        try:
+            await asyncio.wait_for(connecting, CONNECT_S)
+        except BaseException:
+            with contextlib.suppress(Exception):  # it has no connection
+                await client.close()
+            raise
+        return client
+
+    async def _on_error(self, error: Exception) -> None:
+        text = str(error) or type(error).__name__
+        if text != self._last_error:  # it repeats each second while NATS is unreachable
+            log.warning("NATS of the checkpoints at %s: %s", self._access, text)
+        self._last_error = text
 
     async def _values(self, js: JetStreamContext) -> KeyValue:
         try:
@@ -148,11 +178,15 @@ class JetStreamFiles:
 
     async def _put(self, key: str, data: bytes) -> None:
         _, values, objects = await self._open()
-        if len(data) <= SMALL:
-            await values.put(key, _HERE + data)
-        else:
-            await objects.put(key, data)
-            await values.put(key, _OBJECT)
+        try:
+            if len(data) <= SMALL:
+                await values.put(key, _HERE + data)
+            else:
+                await objects.put(key, data)
+                await values.put(key, _OBJECT)
+        except (NotFoundError, NoStreamResponseError):
+            self._opened = None  # the server has lost its disk, and the buckets with it: make them anew
+            raise
 
     async def _get(self, key: str) -> bytes:
         _, values, objects = await self._open()
