@@ -473,6 +473,22 @@ time.sleep(600)
 """
 
 
+ASKING_PROCESS = """
+import sys
+from wooly_bus import contracts
+from wooly_bus.channel import ChannelClient
+from wooly_bus.channel.tunnel import open_tunnel
+client = ChannelClient(open_tunnel(sys.argv[1], contracts.EXECUTOR_TUNNEL_OPEN.on(sys.argv[2])))
+client.send(2)
+print("ready", flush=True)
+for number in iter(sys.stdin.readline, ""):
+    client.send(20, number.encode())
+    while not bytes(client.recv(60).payload):
+        pass
+    print(number, end="", flush=True)
+"""
+
+
 @pytest.fixture
 def process(tmp_path):
     """Starts a process that runs a text, and waits until it is ready."""
@@ -481,7 +497,8 @@ def process(tmp_path):
         def start(code, *args):
             (tmp_path / "other_end.py").write_text(code)
             env = os.environ | {"PYTHONPATH": str(tmp_path)}
-            running = stack.enter_context(Forked("other_end", *args, stdout=subprocess.PIPE, text=True, env=env))
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            running = stack.enter_context(Forked("other_end", *args, **pipes, env=env))
             stack.callback(running.kill)
             assert running.stdout.readline() == "ready\n"
             return running
@@ -514,6 +531,35 @@ def test_tunnel_killed_client_is_detected(host, process):
     other = process(CLIENT_PROCESS, host.url, host.rpc.subject)
     other.kill()
     assert "the other end closed its NATS connection" in host.gone.get(timeout=60)
+
+
+def asked(process, text):
+    """What the executor echoes to a process of `ASKING_PROCESS`."""
+    process.stdin.write(text)
+    process.stdin.flush()
+    return process.stdout.readline()
+
+
+def test_tunnel_outlasts_a_client_that_is_stopped(host, process, monkeypatch):
+    """Ctrl-Z, a debugger, a laptop that sleeps."""
+    other = process(ASKING_PROCESS, host.url, host.rpc.subject)
+    monkeypatch.setattr(tunnels, "BEAT_S", 0.1)
+    assert asked(other, "before\n") == "before\n"
+    other.send_signal(signal.SIGSTOP)
+    time.sleep(0.1 * (tunnels.SILENT_BEATS + 10))
+    other.send_signal(signal.SIGCONT)
+    assert asked(other, "after\n") == "after\n" and host.gone.empty()
+    other.kill()
+    host.gone.get(timeout=60)
+
+
+def test_tunnel_of_a_client_that_is_silent_for_too_long_ends(host, process, monkeypatch):
+    monkeypatch.setattr(tunnels, "SILENT_CLIENT_BEATS", 5)
+    other = process(ASKING_PROCESS, host.url, host.rpc.subject)
+    monkeypatch.setattr(tunnels, "BEAT_S", 0.1)
+    assert asked(other, "before\n") == "before\n"
+    other.send_signal(signal.SIGSTOP)
+    assert "silent for 0.5 s" in host.gone.get(timeout=60)
 
 
 def test_tunnel_stopping_listener_sends_reason(host):

@@ -62,8 +62,10 @@ WINDOW = 8 << 20
 CHUNK = 256 << 10
 #: Seconds between two beats.
 BEAT_S = 1.0
-#: Number of own beats without any message from the other end after which the other end counts as dead.
-SILENT_BEATS = 5
+#: Number of own beats without any message from the other end after which the other end counts as dead: an executor, and a client.
+#: A client may be stopped, or its machine may sleep. If its machine is gone, NATS ends its connection after some minutes, and tells
+#: it. The limit is that of a data channel over TCP (`endpoint.KEEPALIVE`).
+SILENT_BEATS, SILENT_CLIENT_BEATS = 5, 600
 OPEN_TIMEOUT_S = 5.0
 #: Longest wait in `close`, in seconds, until the server has all sent bytes.
 LINGER_S = 5.0
@@ -143,10 +145,16 @@ class TunnelSocket(socket.socket):
 
 
 class _Tunnel:
-    """One end of a tunnel. It belongs to the event loop that created it."""
+    """One end of a tunnel. It belongs to the event loop that created it.
 
-    def __init__(self, access: Access, key: str) -> None:
-        self._access = access
+    Args:
+        access: the access to NATS.
+        key: the tunnel's key.
+        patience: number of own beats without a message after which the other end counts as dead.
+    """
+
+    def __init__(self, access: Access, key: str, patience: int) -> None:
+        self._access, self._patience = access, patience
         self._tenant: str | None = None
         self._key = bytes.fromhex(key)
         self._client = NatsClient()
@@ -332,8 +340,8 @@ class _Tunnel:
     async def _beat_loop(self) -> None:
         # Count beats, not seconds: while this process was stopped, the other end was not silent.
         while not self._peer_ended:
-            if self._silent_beats > SILENT_BEATS:
-                await self.end(f"the other end of the tunnel has been silent for {SILENT_BEATS * BEAT_S:g} s")
+            if self._silent_beats > self._patience:
+                await self.end(f"the other end of the tunnel has been silent for {self._patience * BEAT_S:g} s")
                 return
             self._silent_beats += 1
             with contextlib.suppress(OSError, nats.errors.Error):  # `closed_cb` reports it
@@ -479,7 +487,7 @@ async def _client_end(
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
     request = OpenTunnelRequest.model_construct(inbox="", key=secrets.token_hex(8), window=WINDOW)
-    tunnel = _Tunnel(access, request.key)
+    tunnel = _Tunnel(access, request.key, SILENT_BEATS)
     try:
         await tunnel.connect(timeout)
         request = request.model_copy(update={"inbox": tunnel.inbox})
@@ -579,7 +587,7 @@ class TunnelListener:
         self, request: OpenTunnelRequest, under: str = "", tenant: str = "", session: str = ""
     ) -> OpenTunnelReply:
         with self._places.take(tenant, session) as place:
-            tunnel = _Tunnel(self._access, request.key)
+            tunnel = _Tunnel(self._access, request.key, SILENT_CLIENT_BEATS)
             try:
                 await tunnel.connect(OPEN_TIMEOUT_S - 1, under)
             except (ChannelError, BusError) as e:
