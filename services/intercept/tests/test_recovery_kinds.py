@@ -260,6 +260,23 @@ def test_native_code_that_keeps_nothing_does_not_end_recovery(libraries):
     assert session.read() == 1.0
 
 
+def test_answer_of_another_executor_that_came_during_recovery_is_no_bound_of_the_round_trip():
+    """Such an answer is there at once. A distant executor would count as a near one from then on."""
+
+    class Dies(Executor):
+        def send(self, kind, *buffers):
+            sent = super().send(kind, *buffers)
+            self.lost = kind == Kind.READ
+            return sent
+
+    session = Session(Dies(1.0), Executor(1.0))
+    asked, greeting, greeted, again = 0.0, 1.0, 1.08, 2.0
+    times = iter([asked, greeting, greeted, again, again])
+    session.link.waits.clock = lambda: next(times)
+    assert session.read() == 1.0
+    assert session.link.waits.trip_s == pytest.approx(0.08) and not list(times)
+
+
 def test_a_lost_executor_is_replaced_before_recovery_ends():
     session = Session(Executor(1.0), Executor(1.0))
     session.lose()

@@ -284,7 +284,10 @@ class Continuation:
                 leaves = False
                 connection.replace(there.channel, there.where)
                 recovery.hibernates = False
+                waits = self._link.waits
+                asked = waits.clock()
                 connection.greet(self._hello | {"session_id": there.session_id, "token": there.token}, RESTORE_S)
+                waits.trip_s = waits.clock() - asked  # this executor may be nearer or farther
                 self._replay(recovery, [] if together is None else together.meet(connection.channel.broken, recovery))
                 return
             except ChannelError as e:

@@ -574,7 +574,7 @@ class Link:
                 self.continuation.recover(e)
                 if pending.frame is None:
                     return False
-                began = None
+                began, asked = None, False  # the question was sent again, and its answer may be here already
             except BaseException:
                 self._abandoned.append(pending)
                 raise
