@@ -149,7 +149,7 @@ async def test_bucket_is_as_large_as_the_free_storage_allows(small_server):
         assert (await js.stream_info("OBJ_A")).config.max_bytes == 256 << 20
 
 
-async def test_log_is_as_large_as_the_free_storage_allows(small_server):
+async def test_log_is_as_large_as_the_free_storage_allows(small_server, caplog):
     app = ServiceApp("test", small_server)
     async with app.running():
         js = app.jetstream()
@@ -158,6 +158,8 @@ async def test_log_is_as_large_as_the_free_storage_allows(small_server):
             await ensure_stream(js, LARGE)
             assert (await js.stream_info("LARGE")).config.max_bytes == 128 << 20
             await js.publish("large.x", b"1")
+        told = [r.getMessage() for r in caplog.records if r.name == "wooly.bus" and "LARGE" in r.getMessage()]
+        assert len(told) == 1 and f"reserves {128 << 20} bytes in place of " in told[0]
         await js.delete_stream("OTHER")
         await ensure_stream(js, LARGE)
         grown = await js.stream_info("LARGE")
@@ -203,7 +205,7 @@ async def test_log_keeps_room_for_what_it_stores(small_server):
         assert found.config.max_bytes == 256 << 20 and found.state.messages == 100
 
 
-async def test_storage_that_is_reserved_is_an_error_with_the_cure(small_server):
+async def test_storage_that_is_reserved_is_an_error_with_the_cure(small_server, caplog):
     app = ServiceApp("test", small_server)
     async with app.running():
         js = app.jetstream()
@@ -213,6 +215,7 @@ async def test_storage_that_is_reserved_is_an_error_with_the_cure(small_server):
         for work in (ensure_stream(js, LARGE), ensure_stream(js, queue), bucket.put("b", b"1")):
             with pytest.raises(StreamError, match=r"too little free storage for JetStream .*max_file_store"):
                 await work
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
 
 
 async def test_full_bucket_loses_its_oldest_artifacts(nats_server):

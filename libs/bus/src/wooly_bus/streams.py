@@ -31,6 +31,8 @@ _PREFIX: Final = "WOOLY_"
 _TOO_FEW_SERVERS = (10005, 10023, 10074)
 #: JetStream's error codes for a stream or bucket that reserves more storage than is free: on one server, in a cluster (twice).
 NO_STORAGE = (10047, 10005, 10023)
+#: The last size of which the log has told that it is less than was wanted, by stream or bucket.
+_reserved: dict[str, int] = {}
 
 
 class StreamError(BusConnectError):
@@ -111,18 +113,23 @@ async def reserve(
     Raises:
         APIError: JetStream refuses it, even with `at_least` bytes.
     """
+    size, why = wanted, ""
     while True:
         try:
-            return await make(wanted)
+            made = await make(size)
         except APIError as e:
             if e.err_code not in NO_STORAGE:
                 raise
-            if await _halve_largest_log(js, name, wanted):
+            if await _halve_largest_log(js, name, size):
                 continue
-            if wanted <= at_least:
+            if size <= at_least:
                 raise
-            log.warning("%s: JetStream cannot reserve %s bytes (%s)", name, wanted, e.description)
-            wanted = max(wanted // 2, at_least)
+            size, why = max(size // 2, at_least), str(e.description)
+        else:
+            if why and _reserved.get(name) != size:  # told once: who cannot publish asks again and again
+                _reserved[name] = size
+                log.warning("%s: JetStream reserves %d bytes in place of %d (%s)", name, size, wanted, why)
+            return made
 
 
 async def _halve_largest_log(js: JetStreamContext, but: str, above: int) -> bool:

@@ -72,7 +72,7 @@ class Follower:
             except OvertakenError as e:
                 log.info("%s", e)
             except (StreamError, nats.errors.Error, JetStreamError, OSError) as e:
-                log.warning("the usage stream cannot be read: %s; metering tries again", str(e) or type(e).__name__)
+                self._away.warning(f"the usage stream cannot be read: {first_line(e)}; metering tries again")
                 await asyncio.sleep(RETRY_S)
             except sqlalchemy.exc.SQLAlchemyError as e:
                 self._away.warning(f"the ledger cannot be written: {first_line(e)}; metering tries again")
