@@ -214,6 +214,39 @@ async def test_a_hibernated_session_ends_with_its_client_or_on_request(rig):
         assert sorted(r.executors[0].dropped) == sorted(ended)
 
 
+async def test_a_session_that_loses_its_executor_while_it_leaves_it_hibernates(rig):
+    """Its client frees the device in any case, and was told that it hibernates although it waited for a device."""
+    async with rig("a") as r:
+        await beat(r)
+        opened = await r.open(recovers=True)
+        close = r.actor.executors.close
+
+        async def then_lost(names, *given, **wanted):
+            r.actor.executors.close = close
+            now = await record(r, opened)
+            await r.actor.lose_part(now, "a", "executor a is lost", passing=True)
+            return await close(names, *given, **wanted)
+
+        r.actor.executors.close = then_lost
+        assert (await hibernate(r, opened)) is not None
+        now = await record(r, opened)
+        assert (now.state, now.wants["store"], now.parts) == ("hibernated", "store", ())
+        assert (await renew(r, opened)).lease_s == 9.0
+
+
+@pytest.mark.parametrize("do", ["move", "hibernate"])
+async def test_a_wish_for_a_session_that_has_just_left_its_executor_is_refused(rig, do):
+    """It was forgotten, and the operator was told that the session was asked."""
+    async with rig("a", "b") as r:
+        await beat(r)
+        opened = await r.open(recovers=True)
+        before = await record(r, opened)
+        await r.actor.lose_part(before, "a", "executor a is lost", passing=True)
+        error = await refusal(getattr(r.actor.moves, do)(before, "on request"))
+        assert error.code == "router.not_movable" and error.retryable
+        assert not (await record(r, opened)).wish.do
+
+
 async def test_a_client_that_stops_to_wait_hibernates_again(rig):
     async with rig("a") as r:
         await beat(r)

@@ -311,13 +311,19 @@ class Moves:
         wish = {"do": do, "reason": reason, "node": node, "barred": list(barred)}
         told = {"move": "its client is asked to move it", "hibernate": "its client is asked to let it hibernate"}
         async with self._world.database.writing() as s:
-            await self._world.tasks.change_wants(
+            asked = await self._world.tasks.change_wants(
                 s,
                 record.id,
                 state=record.state,
                 attempt=record.attempt,
                 tell=(self._clock(), f"{told.get(do, 'its client is asked to wake it')}: {reason}"),
                 wish=wish,
+            )
+        if not asked:
+            raise RefusedError(
+                "router.not_movable",
+                f"session {record.id} has just left its executor, or has ended; ask again",
+                retryable=True,
             )
 
     async def _forget_wish(self, record: TaskRecord, why: str, **changes: object) -> None:
@@ -374,8 +380,14 @@ class Moves:
         kept = Lease(record.id, lease.token, now + lease_s + RECOVERY_GRACE_S)
         changes = {"store": self._store_of(record)} if names else {}  # else it hibernated before
         async with self._world.database.writing() as s:
-            await self._world.tasks.leave(s, record, "hibernated", reason, now, kept, **changes)
-        return lease_s
+            left = await self._world.tasks.leave(s, record, "hibernated", reason, now, kept, **changes)
+        if left:
+            return lease_s
+        # It has ended meanwhile, or has lost its executor.
+        now_as = await self._world.tasks.get(record.id)
+        if now_as is None or now_as.attempt == record.attempt:
+            raise RefusedError("router.no_session", f"session {record.id} has ended")
+        return await self.hibernates(now_as, reason)
 
     async def keep_checkpoints(self) -> None:
         """Let executors keep the checkpoints of hibernated sessions. Executors remove checkpoints of sessions that they do not
