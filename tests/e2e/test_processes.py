@@ -74,3 +74,33 @@ def test_databases_have_durability_of_stack(tmp_path, ephemeral, durable):
     supervisor = Supervisor(tmp_path, 1, ephemeral=ephemeral)
     told = supervisor._router(tmp_path).env | supervisor._metering(tmp_path).env
     assert (told["WOOLY_ROUTER_DURABLE"], told["WOOLY_METERING_DURABLE"]) == (durable, durable)
+
+
+def test_supervisor_outlasts_a_full_disk(tmp_path, monkeypatch, capsys):
+    """The stack ended with all its sessions if a service was started again while the disk was full."""
+    supervisor = Supervisor(tmp_path, 1)
+    crashed, full, written = [True], [True] * 3, []
+
+    class Crashed:
+        def keep_alive(self, now):
+            return bool(crashed) and crashed.pop()
+
+    class NoMemory:
+        def keep_alive(self, now):
+            if full:
+                full.pop()
+                raise OSError("cannot allocate memory")
+            return False
+
+    def write_state(state):
+        if full:
+            full.pop()
+            raise OSError("no space left on device")
+        written.append(state)
+        supervisor.stop()
+
+    supervisor.services = [Crashed(), NoMemory()]
+    monkeypatch.setattr(supervisor, "write_state", write_state)
+    supervisor.watch(stdin=False)
+    assert written == ["ready"] and not full
+    assert capsys.readouterr().err.count("cannot allocate memory; trying again") == 1

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import math
@@ -308,20 +309,30 @@ class Supervisor:
             stdin: also return when standard input is closed.
         """
         compiler_at = time.monotonic() + COMPILER_AFTER_S if self.ephemeral else math.inf
+        untold, complaint = False, ""
         while not self._stopping:
             ready, _, _ = select.select([sys.stdin] if stdin else [], [], [], 0.2)
             if ready and not os.read(sys.stdin.fileno(), 4096):
                 self._stopping = True
                 return
             now = time.monotonic()
-            if now >= compiler_at:
-                compiler_at = math.inf
-                self._start_compiler()
-                self.write_state("ready")
-            restarted = [service.name for service in self.services if service.keep_alive(now)]
-            if restarted:
-                self._find_rest()
-                self.write_state("ready")
+            try:
+                if now >= compiler_at:
+                    compiler_at, untold = math.inf, True
+                    self._start_compiler()
+                for service in self.services:
+                    untold |= service.keep_alive(now)
+                if untold:
+                    self._find_rest()
+                    self.write_state("ready")
+                    untold = False
+                complaint = ""
+            except OSError as e:  # a full disk, no memory for another process: the other services go on
+                text = f"wooly: a service cannot be started, or its start cannot be noted: {e}; trying again"
+                if text != complaint:
+                    with contextlib.suppress(OSError):  # its own log may be on that disk
+                        print(text, file=sys.stderr, flush=True)
+                complaint = text
 
     def stop(self, *_: Any) -> None:
         """Make `watch` return. This is a signal handler."""
