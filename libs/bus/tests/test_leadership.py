@@ -8,9 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nats.errors
 import pytest
+from nats.js.kv import KeyValue
 from wooly_bus.app import ServiceApp
-from wooly_bus.leadership import Leadership
+from wooly_bus.leadership import ABSENT_AFTER, Leadership
 from wooly_testkit.nats import nats_server as start_nats_server
 
 pytestmark = pytest.mark.connected
@@ -110,3 +112,44 @@ async def test_leadership_without_jetstream_all_lead(tmp_path):
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_leadership_of_a_jetstream_that_takes_no_lease_for_long_all_lead_if_it_answers(
+    monkeypatch, caplog, answers
+):
+    """Its disk was full: without a leader, nothing is placed and nothing is cleaned up. Behind a cut, there may be a leader."""
+    with start_nats_server() as url:
+        now = [0.0]
+        async with candidates(url, "a", "b") as both:
+            for each in both:
+                each._clock, each._taken = (lambda: now[0]), 0.0
+                await each.step()
+            assert [each.held for each in both] == [True, False]
+
+            async def fails(*_, **__):
+                raise nats.errors.TimeoutError
+
+            if answers:
+                for do in ("update", "create"):
+                    monkeypatch.setattr(KeyValue, do, fails)
+            else:
+                monkeypatch.setattr(Leadership, "_open", fails)
+            now[0] = ABSENT_AFTER * TTL_S
+            for each in both:
+                await each.step()
+                assert not each.held
+            now[0] += 0.01
+            for _ in range(2):
+                for each in both:
+                    await each.step()
+                    assert each.held == each.alone == answers
+            assert (
+                caplog.text.count("leads without a lease, because JetStream takes none: nats: timeout") == 2 * answers
+            )
+            monkeypatch.undo()
+            while sum([each.held for each in both]) != 1:
+                for each in both:
+                    await each.step()
+                await asyncio.sleep(0.05)
+            assert not any(each.alone for each in both)

@@ -29,15 +29,19 @@ TTL_S = 4.0
 BUCKET_BYTES = 1 << 20
 #: JetStream's error codes for: JetStream is not enabled for the account, or not enabled at all.
 _ABSENT = (10039, 10076)
+#: Lengths of the lease after which a JetStream that answers, but takes no lease, counts as absent: its disk was full, and
+#: nats-server takes nothing until it is started again. A JetStream that does not answer may be on the other side of a cut, with
+#: another leader.
+ABSENT_AFTER = 3
 
 
 class Leadership:
     """Tries to become and stay the leader of `role` while `run` runs.
 
-    Without JetStream, every process leads and does the work; see the module.
+    Without JetStream, and if it fails for long, every process leads and does the work; see the module.
 
     Attributes:
-        alone: there is no JetStream, so this process leads without a lease.
+        alone: there is no JetStream, or it fails, so this process leads without a lease.
 
     Args:
         app: the service, inside `running`.
@@ -52,6 +56,8 @@ class Leadership:
     ) -> None:
         self._app, self._role, self._holder, self._ttl_s, self._clock = app, role, holder, ttl_s, clock
         self._until = 0.0
+        #: When JetStream last took a lease.
+        self._taken = clock()
         self._revision = 0
         self.alone = False
         self._bucket: KeyValue | None = None
@@ -72,23 +78,29 @@ class Leadership:
 
     async def step(self) -> None:
         """Acquire the lease, or renew it."""
-        led, asked = self.held, self._clock()
+        led, asked, bucket = self.held, self._clock(), None
         try:
             bucket = await self._open()
             if self._revision:
                 self._revision = await bucket.update(self._role, self._holder.encode(), self._revision)
             else:
                 self._revision = await bucket.create(self._role, self._holder.encode())
-            self._until, self.alone = asked + self._ttl_s, False
+            self._until, self._taken, self.alone = asked + self._ttl_s, self._clock(), False
         except KeyWrongLastSequenceError:  # another process holds the lease
-            self._revision, self._until, self.alone = 0, 0.0, False
+            self._revision, self._until, self._taken, self.alone = 0, 0.0, self._clock(), False
         except (nats.errors.Error, JetStreamError, OSError) as e:
             self._bucket = None
             if (
                 isinstance(e, (ServiceUnavailableError, nats.errors.NoRespondersError))
                 or getattr(e, "err_code", 0) in _ABSENT
             ):
-                self.alone = True  # after any other error, this process leads until the lease ends
+                self.alone = True
+            elif bucket is None:
+                self.alone = False  # this process leads until its lease ends
+            elif not self.alone and self._clock() - self._taken > ABSENT_AFTER * self._ttl_s:
+                self.alone = True
+                why = str(e) or type(e).__name__
+                log.warning("%s leads without a lease, because JetStream takes none: %s", self._holder, why)
         if self.held != led:
             log.info("%s is %s the leader of %s", self._holder, "now" if self.held else "no longer", self._role)
 
