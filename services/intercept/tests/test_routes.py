@@ -1,6 +1,7 @@
 """Endpoints of an executor that offers TLS: if an attacker on the network breaks TLS, the client does not use plain text."""
 
 import contextlib
+import http.client
 import json
 import socket
 import threading
@@ -224,8 +225,10 @@ def test_new_session_that_must_not_wait_ends_while_rest_has_no_database(monkeypa
     assert caught.value.code == turn.DATABASE_AWAY and len(sent) == 1
 
 
-def test_rest_slow_controller_is_asked_twice(monkeypatch):
+@pytest.mark.parametrize(("retry_s", "asked"), [(0.0, 2), (1.0, 4)])
+def test_rest_slow_controller_is_asked_again(monkeypatch, retry_s, asked):
     monkeypatch.setattr(access, "TIMEOUTS_S", (0.1, 0.2))
+    monkeypatch.setattr(access, "RETRY_S", retry_s)
 
     def silent(sock):
         while sock.recv(4096):  # until the client gives up
@@ -233,7 +236,21 @@ def test_rest_slow_controller_is_asked_twice(monkeypatch):
 
     with listening(silent) as (port, seen), pytest.raises(access.AccessError, match=r"not answer within 0.2 s"):
         access.RestCredentials(f"http://localhost:{port}", "token")
-    assert len(seen) == 2
+    assert len(seen) == 2 if retry_s == 0 else len(seen) >= asked
+
+
+def test_rest_of_a_controller_that_cannot_be_reached_is_asked_twice(monkeypatch):
+    """A wrong address is told soon."""
+    asked = []
+
+    def unreachable(self, *_, **__):
+        asked.append(self)
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(http.client.HTTPConnection, "connect", unreachable)
+    with pytest.raises(access.AccessError, match="did not answer within 4 s"):
+        access.RestCredentials("http://localhost:1", "token")
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize("begin", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"])

@@ -20,10 +20,10 @@ from wooly.settings import Settings
 if TYPE_CHECKING:
     from wooly_bus.credentials import Credentials
 
-#: Timeouts of the first and the second REST request, in seconds. Behind a load balancer, another router may answer the second.
+#: Timeouts of the first REST request and of the others, in seconds. Behind a load balancer, another router may answer the second.
 TIMEOUTS_S = (2.0, 4.0)
-#: How long to ask again if the controller says that a later request may succeed (its database restarts), and the first and the
-#: longest pause between two requests, in seconds.
+#: How long to ask again if the controller says that a later request may succeed (its database restarts), or takes a request and
+#: does not answer (its machine is overloaded); and the first and the longest pause between two requests, in seconds.
 RETRY_S, _PAUSES_S = 15.0, (0.2, 2.0)
 #: Maximum size of a REST answer, in bytes. Longer answers are cut off and then fail to parse.
 _LARGEST = 1 << 20
@@ -36,7 +36,7 @@ class AccessError(BusError):
 
 
 class _SlowError(AccessError):
-    """The controller did not answer in time."""
+    """The controller did not answer in time. It is retryable if the controller has taken the request."""
 
 
 def from_file(path: Path) -> Credentials:
@@ -93,10 +93,11 @@ class RestCredentials:
         while True:
             try:
                 return self._ask(timeouts[0])
-            except _SlowError:
-                if len(timeouts) == 1:
+            except _SlowError as e:
+                if len(timeouts) > 1:
+                    del timeouts[0]
+                elif not e.retryable or time.monotonic() + timeouts[0] > until:
                     raise
-                del timeouts[0]
             except AccessError as e:
                 if not e.retryable or time.monotonic() + pause > until:
                     raise
@@ -150,7 +151,9 @@ class RestCredentials:
                 f"{where} does not answer: {e.reason}. Check WOOLYAI_CONTROLLER_URL, and that the controller runs"
             ) from e
         except TimeoutError as e:
-            raise _SlowError(slow) from e
+            late = _SlowError(slow)
+            late.retryable = True  # it took the request
+            raise late from e
         except (OSError, http.client.HTTPException) as e:  # a router that is stopped ends its connections
             broken = AccessError(f"the connection to {where} broke: {e}. Try again later")
             broken.retryable = True
