@@ -263,6 +263,24 @@ async def test_rank_that_its_executor_has_lost_ends_the_program_in_the_second_ro
         assert [await state(r, s) for s in ranks] == ["failed", "failed"]
 
 
+@pytest.mark.parametrize("silent", ["executor", "client"])
+async def test_rank_whose_executor_was_silent_for_longer_than_the_lease_is_left_to_recovery(rig, silent):
+    """No renewal succeeds meanwhile. A rank whose client is silent ends, because the other ranks wait for it."""
+    async with rig("a") as r:
+        ranks = await opened(r, 2, recovers=True)
+        r.clock.now += 6
+        await r.beat()
+        r.clock.now += 4  # the leases are over
+        if silent == "client":
+            await r.beat()
+        await r.actor.lapse()
+        assert await state(r, ranks[0]) == ("started" if silent == "executor" else "failed")
+        r.clock.now += 2
+        for _ in range(2):
+            await r.duties().round()
+        assert await state(r, ranks[0]) == ("failed" if silent == "client" else "pending")
+
+
 # -- executors that work together --------------------------------------------------------------------------------------
 
 

@@ -693,7 +693,7 @@ class RouterActor:
         Executors that have said nothing since the lease was over are waited for: their heartbeats may come late, and a router
         that has just started has heard none. An executor that has the session, and does not call its client silent, has just
         got a renewal that is not written yet (another router writes its own), or is about to end the session itself: it gets
-        the length of a lease for that. A rank is not kept, because the other ranks wait for it.
+        the length of a lease for that. A rank whose client is silent is not kept, because the other ranks wait for it.
 
         A session that can go on in another executor, and has lost its own, is left to `reconcile`: its client may have been
         asking for its lease all the time. So is a session that its executor no longer has: it may have ended in good order.
@@ -702,7 +702,7 @@ class RouterActor:
             lives = any(self.registry.lacks(part.executor_id, record.id, now) for part in record.parts)
             if record.wants.get("recovers") or lives:
                 return True
-        if record.state != "started" or record.gang.task_id or not record.parts:
+        if record.state != "started" or not record.parts:
             return False
         lease = await self.world.tasks.lease(record.id)
         if lease is None:
@@ -710,6 +710,8 @@ class RouterActor:
         executors = [part.executor_id for part in record.parts]
         if any(self._may_speak(name, lease.lease_until, now) for name in executors):
             return True
+        if record.gang.task_id:
+            return False
         if not all(self.registry.late(name, record.id, now) for name in executors):
             held = all(self.registry.holds(name, record.id, now) for name in executors)
             return held and now <= lease.lease_until + self.settings.lease_s
