@@ -283,9 +283,7 @@ class JobActor:
             task = await self._tasks.locked(s, ended.task_id)
             if task is None or not _counts(task, ended):
                 return False
-            if (
-                task.state == "pending"
-            ):  # its end arrived before the answer of its executor, or after it was taken for lost
+            if task.state == "pending":  # its executor has not answered yet, or it was taken for lost
                 if (task.attempt, bool(task.parts)) != (ended.attempt, True):
                     node = next((h.node for h in self._router.registry.all() if h.executor_id == ended.executor_id), "")
                     part = PartRecord(ended.executor_id, node)

@@ -384,10 +384,10 @@ class Moves:
         if left:
             return lease_s
         # It has ended meanwhile, or has lost its executor.
-        now_as = await self._world.tasks.get(record.id)
-        if now_as is None or now_as.attempt == record.attempt:
+        found = await self._world.tasks.get(record.id)
+        if found is None or found.attempt == record.attempt:
             raise RefusedError("router.no_session", f"session {record.id} has ended")
-        return await self.hibernates(now_as, reason)
+        return await self.hibernates(found, reason)
 
     async def keep_checkpoints(self) -> None:
         """Let executors keep the checkpoints of hibernated sessions. Executors remove checkpoints of sessions that they do not
