@@ -392,6 +392,23 @@ async def test_a_session_that_stays_is_asked_again_after_a_while(rig):
         assert (await renew(r, opened)).wish == "move"
 
 
+async def test_a_session_that_has_moved_is_asked_at_once_to_leave_the_next_executor(rig):
+    """A rolling upgrade stops one executor after the other. The second one ended with the session."""
+    async with rig("a", "b") as r:
+        await beat(r)
+        opened = await r.open(recovers=True)
+        for _ in range(2):
+            (part,) = (await record(r, opened)).parts
+            for executor in r.executors:
+                leaving = "its executor is being stopped" if executor.name == part.executor_id else ""
+                await r.actor.on_heartbeat(executor.heartbeat(checkpoints="store", leaving=leaving))
+            await r.actor.moves.drain()
+            assert (await renew(r, opened)).wish == "move"
+            (moved,) = (await come_back(r, opened, leaves=True)).parts
+            assert moved.executor_id != part.executor_id
+            await beat(r)
+
+
 async def repeats(r, opened):
     """Whether the executor of a session was told that the session repeats lost work."""
     (part,) = opened.parts

@@ -66,8 +66,8 @@ class Moves:
     ) -> None:
         self._settings, self._app, self._world, self._registry = settings, app, world, registry
         self._executors, self._clock = executors, clock
-        #: When `drain` asked each session to move.
-        self._asked: dict[str, float] = {}
+        #: When `drain` asked each session to move, by its id and attempt: after a move, it may have to leave the next executor.
+        self._asked: dict[tuple[str, int], float] = {}
 
     # -- after a loss ------------------------------------------------------------------------------------------------
 
@@ -428,14 +428,14 @@ class Moves:
         now, count = self._clock(), 0
         for record in await self._world.tasks.in_states("started", kind="session"):
             reasons = _reasons_to_leave(record, draining, leaving)
-            reason = next(iter(reasons.values()), "")
-            if now - self._asked.get(record.id, float("-inf")) < ASK_AGAIN_S:
+            reason, key = next(iter(reasons.values()), ""), (record.id, record.attempt)
+            if now - self._asked.get(key, float("-inf")) < ASK_AGAIN_S:
                 continue
             if reason and record.wants.get("recovers") and not record.wish.do:
                 if count == MOVES_AT_ONCE:
                     return
                 count += 1
-                self._asked = {k: at for k, at in self._asked.items() if now - at < ASK_AGAIN_S} | {record.id: now}
+                self._asked = {k: at for k, at in self._asked.items() if now - at < ASK_AGAIN_S} | {key: now}
                 try:
                     await self.move(record, reason, leave=reasons)
                 except RefusedError as e:
