@@ -11,7 +11,8 @@ def test_disable_waits_for_no_operation_while_it_holds_the_lock_of_the_session(m
     """A first use holds the lock of its device and waits for the lock of the session."""
     recorder = SimpleNamespace(lock=threading.RLock(), link=None, forget_session=lambda: None)
     closed, began = threading.Event(), threading.Event()
-    link = SimpleNamespace(siblings=[], await_collectives=lambda: None, close=lambda why: closed.set(), shares=False)
+    link = SimpleNamespace(siblings=[], await_collectives=lambda: None, say_end=lambda why: closed.set(), shares=False)
+    link.hang_up = lambda known: None
     holder = SimpleNamespace(devices=SimpleNamespace(recorders=(recorder,), active=lambda: (recorder,)))
     monkeypatch.setattr(api, "_attached", api._Attached(holder, [link], [api.Part(())], []))
     monkeypatch.setattr(api, "_facade", SimpleNamespace(uninstall=began.set))

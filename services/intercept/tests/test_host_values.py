@@ -133,18 +133,22 @@ def test_freed_operand_is_not_read(cuda, waits):
     x = torch.full((9,), 0.5, device=cuda).exp().sum()
     y = x * 2
     torch.cuda.synchronize()
-    current_devices().recorders[0].sync()
+    recorder = current_devices().recorders[0]
+    with recorder.lock:
+        recorder.sync()
     del x
     assert y.item() == torch.full((9,), 0.5).exp().sum().item() * 2
 
 
 def test_value_of_the_program_that_was_sent_last_is_computed(cuda, waits):
+    recorder = current_devices().recorders[0]
     x = torch.tensor([4, 7]).to(cuda)
-    y = x + 1
-    current_devices().recorders[0].flush()
-    assert y.tolist() == [5, 8] and waits() == 0
-    z = y * 2
-    current_devices().recorders[0].flush()
+    with recorder.lock:
+        y = x + 1
+        recorder.flush()
+        assert y.tolist() == [5, 8] and waits() == 0
+        z = y * 2
+        recorder.flush()
     torch.arange(3.0).to(cuda)  # an upload is no instruction, so the programs before it are not searched
     assert z.tolist() == [10, 16]
 
@@ -382,12 +386,14 @@ def test_operand_of_a_computed_value_is_known_from_then_on(cuda, waits):
     """As in the steps of a scheduler: a comparison with the last time, then the last time as an index."""
     times, table = torch.tensor([900, 600, 300]).to(cuda), torch.rand(1000)
     x = torch.randn(5, device=cuda)
-    for time, expected in zip(times, (600, 300, 0), strict=True):
-        last = time - 300
-        x = (x.sin() + x.cos()).tanh()  # so the last instruction computes something else
-        assert last >= 0
-        current_devices().recorders[0].flush()
-        assert table[last] == table[expected]
+    recorder = current_devices().recorders[0]
+    with recorder.lock:  # the timer sends nothing meanwhile
+        for time, expected in zip(times, (600, 300, 0), strict=True):
+            last = time - 300
+            x = (x.sin() + x.cos()).tanh()  # so the last instruction computes something else
+            assert last >= 0
+            recorder.flush()
+            assert table[last] == table[expected]
     assert waits() == 0
 
 

@@ -184,12 +184,13 @@ def test_flush_many_freed_buffers_need_several_runs(cuda, monkeypatch):
     run = recorder.link.run
     monkeypatch.setattr(recorder.link, "run", lambda *args: frees.append(list(args[3])) or run(*args))
     tensors = [torch.full((3,), float(k), device=cuda) for k in range(11)]
-    recorder.sync()
-    before = recorder.link.stats()["buffers"]
-    frees.clear()
-    tensors.clear()
-    while recorder.open or recorder.heap.dead:
-        recorder.flush()
+    with recorder.lock:
+        recorder.sync()
+        before = recorder.link.stats()["buffers"]
+        frees.clear()
+        tensors.clear()
+        while recorder.open or recorder.heap.dead:
+            recorder.flush()
     assert sum(len(f) for f in frees) == 11 and max(len(f) for f in frees) == 4
     assert recorder.link.stats()["buffers"] == before - 11
 

@@ -617,6 +617,16 @@ async def test_router_without_nats_ends_no_session(rig, monkeypatch):
         assert await r.sessions() == [opened.session_id]
 
 
+async def test_slow_executor_keeps_its_sessions_for_as_long_as_the_setting_says(rig):
+    async with rig("a") as r:
+        opened = await r.open()
+        r.actor.settings = r.actor.settings.model_copy(update={"lost_after_s": 15.0})
+        r.clock.now += 14.9
+        assert await r.actor.reconcile() == 0 and await r.sessions() == [opened.session_id]
+        r.clock.now += 0.2
+        assert await r.actor.reconcile() == 1 and await r.sessions() == []
+
+
 @pytest.mark.on_both
 @pytest.mark.parametrize("recovers", [True, False])
 async def test_session_that_can_go_on_does_not_lapse_because_its_executor_was_silent(rig, recovers):

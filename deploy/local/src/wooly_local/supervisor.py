@@ -34,6 +34,8 @@ from wooly_local.stack import LENT, OURS, default_state_dir, keys_of, make_owner
 
 #: Longest start of a stack, in seconds, until a client can be served.
 READY_TIMEOUT_S = 60.0
+#: Seconds without a heartbeat after which an executor's sessions are lost: the length of a lease.
+LOST_AFTER_S = 15.0
 #: Seconds until an ephemeral stack (the stack of one `wooly run`) starts its compiler: shorter runs do not need it.
 COMPILER_AFTER_S = 2.0
 #: Services that keep nothing outside of the folder of their stack.
@@ -139,6 +141,8 @@ class Supervisor:
                 "WOOLY_ROUTER_HTTP_HOST": "127.0.0.1",
                 "WOOLY_ROUTER_HTTP_PORT": "0",
                 "WOOLY_ROUTER_REST": str(int(self._has_rest)),
+                # a machine that is busy with other work delays heartbeats, and an executor that died is started again at once
+                "WOOLY_ROUTER_LOST_AFTER_S": str(LOST_AFTER_S),
                 "WOOLY_ROUTER_AUTH": "tokens",  # every user of this machine can reach the port
                 "WOOLY_ROUTER_OWNER_TOKEN": str(owner_token(self.dir)),
                 # The owner of the stack has no limits; see `wooly_router.core.ceilings`.

@@ -46,7 +46,7 @@ from wooly_router.ceilings import CeilingActor
 from wooly_router.core.ceilings import Wish
 from wooly_router.core.cluster import overcommit_of
 from wooly_router.core.placement import Room, room_on
-from wooly_router.core.registry import LOST_AFTER_S, Registry
+from wooly_router.core.registry import Registry
 from wooly_router.core.tasks import still_running
 from wooly_router.executors import Executors
 from wooly_router.gangs import RESERVED_S, Gangs, is_reserved
@@ -656,7 +656,9 @@ class RouterActor:
         """
         now = self.clock()
         self.registry.forget_old(now)
-        known_s = 2 * self.settings.lease_s + LOST_AFTER_S  # late heartbeats are waited for, without an extension
+        known_s = (
+            2 * self.settings.lease_s + self.settings.lost_after_s
+        )  # late heartbeats are waited for, without an extension
         self._silent = {name: at for name, at in self._silent.items() if now - at[1] <= known_s}
         await self.write_leases()
         records = [await self.world.tasks.get(task_id) for task_id in await self.world.tasks.lapsed(now)]
@@ -726,7 +728,7 @@ class RouterActor:
         """Whether an executor has not been heard since a time, but is not lost."""
         heard = self.registry.heard(executor_id) or 0.0
         silent_s = now - max(heard, self._listens_since())
-        return heard <= since and silent_s <= LOST_AFTER_S and not self.registry.ended(executor_id)
+        return heard <= since and silent_s <= self.settings.lost_after_s and not self.registry.ended(executor_id)
 
     async def reconcile(self) -> int:
         """End sessions that one of their executors does not have (after a restart), or whose executor is lost.
@@ -765,14 +767,14 @@ class RouterActor:
     def missing(self, executor_id: str, session_id: str, since: float) -> str:
         """Explain why an executor cannot have a session that it took at time `since`; empty if it can.
 
-        For `LOST_AFTER_S` after its own start, or after it was stopped or without NATS, a router does not count silent executors
+        For `lost_after_s` after its own start, or after it was stopped or without NATS, a router does not count silent executors
         as lost.
         """
         now, last = self.clock(), self.registry.heard(executor_id)
         heard = max(last or 0.0, self._listens_since())
         if ended := self.registry.ended(executor_id):
             return f"executor {executor_id} is lost: {ended}"
-        if now - heard > LOST_AFTER_S:
+        if now - heard > self.settings.lost_after_s:
             return f"executor {executor_id} is lost: no heartbeat for {now - heard:.0f} s"
         if last is None or last - since <= NEW_SESSION_S:  # a late heartbeat says nothing of a session that is younger
             return ""

@@ -19,6 +19,7 @@ from wooly_bus.keys import Key
 
 from wooly_router.core.ceilings import RESTRICTED, UNLIMITED, Ceilings, overridden
 from wooly_router.core.cluster import ClusterConfig
+from wooly_router.core.registry import LOST_AFTER_S
 from wooly_router.owner import Owner
 
 #: Minimum length, in characters, of a token that a person chose: a random token of this length cannot be guessed.
@@ -44,6 +45,8 @@ class RouterSettings(BaseSettings):
         http_host: address on which REST listens.
         http_port: port of REST; 0 takes any free port. The router writes its port to `state_dir`/router.port.
         lease_s: how long a session lives without a renewal from its client.
+        lost_after_s: seconds without a heartbeat after which the sessions of an executor count as lost. A stack of `wooly up`
+            waits for 15: an executor whose process ends is started again at once, and one that is slow has no better place.
         auth: "open": every client that reaches REST may do everything; "tokens": REST requires a tenant's API token. The first
             token, an administrator's, is written to `state_dir`/admin.token, unless `admin_token` is given.
         admin_token: the first administrator's token, if it must be known beforehand. It is made at the first start, while no
@@ -106,6 +109,7 @@ class RouterSettings(BaseSettings):
     http_host: str = "127.0.0.1"
     http_port: int = Field(default=8420, ge=0, le=65535)
     lease_s: float = Field(default=15.0, gt=0)
+    lost_after_s: float = Field(default=LOST_AFTER_S, ge=LOST_AFTER_S)
     auth: Literal["open", "tokens"] = "open"
     admin_token: SecretStr | None = Field(default=None, min_length=MIN_TOKEN)
     operator_token: SecretStr | None = Field(default=None, min_length=MIN_TOKEN)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from wooly_wis.messages import ExecutorHeartbeat, MemoryState, NodeInfo, StoredCheckpoint
 
+#: Seconds without a heartbeat after which an executor gets no work, and after which its sessions count as lost unless
+#: `RouterSettings.lost_after_s` says otherwise.
 LOST_AFTER_S = 5.0
 FORGOTTEN_AFTER_S = 3600.0
 #: Maximum number of sessions whose memory a listing shows per executor.
