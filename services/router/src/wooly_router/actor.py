@@ -656,9 +656,8 @@ class RouterActor:
         """
         now = self.clock()
         self.registry.forget_old(now)
-        known_s = (
-            2 * self.settings.lease_s + self.settings.lost_after_s
-        )  # late heartbeats are waited for, without an extension
+        # late heartbeats are waited for, without an extension
+        known_s = 2 * self.settings.lease_s + self.settings.lost_after_s
         self._silent = {name: at for name, at in self._silent.items() if now - at[1] <= known_s}
         await self.write_leases()
         records = [await self.world.tasks.get(task_id) for task_id in await self.world.tasks.lapsed(now)]
