@@ -215,7 +215,7 @@ class Device:
             self.loop.turn()
 
     def settle(self) -> None:
-        """Wait until no thread combines the steps of a program. The next turn uses what it made."""
+        """Wait until no thread combines the steps of a program. The next turn of the loop uses the combined steps."""
         decoders = self.loop.decoders
         with decoders._changed:
             decoders._changed.wait_for(lambda: not decoders._waiting and not decoders._running)

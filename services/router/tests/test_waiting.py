@@ -193,7 +193,7 @@ async def test_router_that_was_stopped_while_it_opened_a_session_leaves_it_to_th
 
         monkeypatch.setattr(r.actor.executors, "host", stopped)
         assert (await refusal(r.turn(waiting, **ALL))).code == code
-        await asyncio.sleep(0.1)  # the router closes in the background what it has opened
+        await asyncio.sleep(0.1)  # the router that was stopped closes its session in the background
         (part,) = opened[0].parts
         assert await r.sessions() == [waiting.session_id]
         assert waiting.session_id in r.executors["ab".index(part.executor_id)].sessions

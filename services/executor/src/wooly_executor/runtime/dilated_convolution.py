@@ -3,6 +3,9 @@
 oneDNN then returns numbers that depend on memory which the operator never wrote, often NaN, with any number of threads. The
 gradients of the input and of the bias are right, and so is the gradient of the weight if no tensor is channels-last: PyTorch then
 makes contiguous copies.
+
+For convolutions of any kind, oneDNN returns the gradient of the weight with that of the bias, also if nobody asks for it. It is
+left out here.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ def dilated_convolution(call: LibraryCall, form: Form) -> Callable[..., Any] | N
     ) -> tuple[Tensor | None, ...]:
         how = (bias_sizes, stride, padding, dilation, transposed, output_padding, groups)
         of_input, of_weight, of_bias = output_mask
-        if not of_weight:  # with the gradient of the bias, oneDNN returns that of the weight, asked for or not
+        if not of_weight:
             of_input_found, _, of_bias_found = function(grad_output, input, weight, *how, output_mask)
             return of_input_found, None, of_bias_found
         right = input.dtype != torch.bfloat16 or all(d == 1 for d in dilation)
