@@ -266,7 +266,7 @@ def test_programs_with_other_params_or_opcodes_are_not_similar(wis):
     first, second = found
     assert first.body is second.body
     kept = similar.Similar()
-    kept.keep(first, similar.Steps(first.forms, (), (), (), (), (), (), {}, Counter()))
+    kept.keep(first, similar.Steps(first.forms, (), (), (), (), (), (), {}, Counter(), {}))
     assert kept.to(first) is not None and kept.to(second) is None
 
 
@@ -274,7 +274,7 @@ def test_similar_programs_are_bounded(wis, monkeypatch):
     monkeypatch.setattr(similar, "STEPS", 20)
     kept, programs = similar.Similar(), [build(wis, 1, n, [("exp", 0)] * n).body.program for n in (1, 2, 3)]
     for program in (*programs, programs[2]):
-        kept.keep(program, similar.Steps(program.forms, (), [None] * 9, (), (), (), (), {}, Counter()))
+        kept.keep(program, similar.Steps(program.forms, (), [None] * 9, (), (), (), (), {}, Counter(), {}))
     assert [kept.to(program) is not None for program in programs] == [False, True, True]
 
 

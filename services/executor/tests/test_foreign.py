@@ -159,6 +159,27 @@ def test_foreign_launches_on_new_memory_leave_no_gaps_in_the_heap(make_device, r
     assert launches(300) - before < 100 << 20  # all tests of this process share the heap
 
 
+def test_foreign_launch_takes_memory_that_its_program_has_freed(make_device, runtime, wis):
+    client = make_device(runtime=runtime).open("a")
+    raw, name = source(SCALE)
+    client.channel.send(Kind.SOURCE, raw)
+    client.make(1, *[1.0] * 64)
+    body, launch = wis.body(), scale_form(name, 64)
+    for slot in ("a", "b"):
+        body.alloc(slot, 256).add(launch, "x", slot)
+    body.free("b").free("a").alloc("c", 256).add(launch, "x", "c").alloc("d", 256).add(launch, "x", "d")
+    program = client.define(body)
+
+    def launches(first, *params):
+        client.start(program, [first, 1, first + 1, first + 2, first + 3], struct.pack("<" + 4 * "dq", *params))
+        return client.floats(first + 2, 64), client.floats(first + 3, 64)
+
+    # c and d are written up to an element; behind it, they show a and b, which were freed in the other order
+    assert launches(10, 2.0, 64, 3.0, 64, 4.0, 20, 5.0, 30) == ([4.0] * 20 + [2.0] * 44, [5.0] * 30 + [3.0] * 34)
+    # a run gets no memory of the run before
+    assert launches(20, 2.0, 0, 3.0, 64, 4.0, 20, 5.0, 0) == ([4.0] * 20 + [0.0] * 44, [3.0] * 64)
+
+
 def test_foreign_source_is_sent_once_per_session(make_device, runtime, wis):
     device = make_device(runtime=runtime)
     a, b = device.open("a"), device.open("b")

@@ -128,6 +128,18 @@ def test_gpu_launch_passes_arguments_grid_threads_and_memory(make_device, wis):
     assert (asked["target"], asked["args"], asked["language"]) == ("cuda:sm_90", ("*f32", "*f32", "f32", "i32"), "ttir")
 
 
+def test_gpu_launch_takes_memory_that_its_program_has_freed(make_device, wis):
+    bench = Bench(make_device, wis)
+    bench.client.make(1, *[1.0] * 96)
+    launch, body = bench.form(96, (2, 1, 1)), wis.body()
+    body.alloc("a", 384).add(launch, "x", "a").free("a").alloc("b", 384).add(launch, "x", "b")
+    program = bench.client.define(body)
+    for first, counts in ((10, (96, 20)), (20, (0, 50))):  # a run gets no memory of the run before
+        bench.client.start(program, [first, 1, first + 1], struct.pack("<dqdq", 2.0, counts[0], 3.0, counts[1]))
+        rest = 2.0 if counts[0] else 0.0
+        assert bench.client.floats(first + 1, 96) == [3.0] * counts[1] + [rest] * (96 - counts[1])
+
+
 def test_gpu_image_with_unmet_claims_is_not_launched(make_device, wis):
     bench = Bench(make_device, wis)
     bench.run(96, by=2.0)

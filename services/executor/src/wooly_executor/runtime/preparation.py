@@ -40,6 +40,7 @@ from wooly_executor.runtime.lowering import Lowered, lowered
 from wooly_executor.runtime.one_thread import Threads, choice_of_copy, on_one_thread
 from wooly_executor.runtime.parts import on_part, part_of
 from wooly_executor.runtime.prepared import PreparedProgram
+from wooly_executor.runtime.reuse import reused_memory
 from wooly_executor.runtime.segments import (
     Free,
     Gather,
@@ -143,13 +144,15 @@ class _Preparation:
         self.out = PreparedProgram(program, facts, acts, pieces=counts, end=len(program.body) + more)
         self._piece = 0
         self._act = self._first_param = 0
-        self._building = Building(self.out, like)
-        self._slots = self._building.slots
         self._first_use, self._uses = (like.first_use, like.uses) if like is not None else self._first_uses()
+        self._reused = reused_memory(acts, facts.slot_alloc, self._first_use)
+        self._reused_later = frozenset(self._reused.values())
+        self._building = Building(self.out, like if like is not None and like.reused == self._reused else None)
+        self._slots = self._building.slots
 
     def steps(self) -> Steps:
         """Return how the steps were built."""
-        return self._building.done(self._first_use, self._uses)
+        return self._building.done(self._first_use, self._uses, self._reused)
 
     def finish(self) -> PreparedProgram:
         out, building = self.out, self._building
@@ -270,7 +273,18 @@ class _Preparation:
 
     def _make_base(self, slot: int, nbytes: int, dtype: torch.dtype, dirty: bool) -> None:
         self._slots.change(Change("based", slot, 0, dtype))
-        device = self._device
+        device, old = self._device, self._reused.get(slot)
+        if old is not None:
+
+            def move(f: Frame) -> None:
+                base, f.bases[old] = f.bases[old], None
+                f.bases[slot] = (
+                    device.zeroed(nbytes, dtype) if base is None else base
+                )  # a graph that ran keeps its memory
+
+            self._step(move)
+            self._mark_uncapturable()
+            return
         if dirty:
             numel = -(-nbytes // dtype.itemsize)
 
@@ -288,6 +302,8 @@ class _Preparation:
             return
         threads = choice_of_copy(-(-nbytes // dtype.itemsize)) if device.host else Threads.ANY
         self._step(make, Make(slot, nbytes, dtype, device.named, threads=threads))
+        if slot in self._reused_later:  # memory of a graph cannot be given away
+            self._mark_uncapturable()
 
     # -- instructions ------------------------------------------------------------------------------------------------
 
@@ -464,10 +480,10 @@ class _Preparation:
     def _free(self, slots: Sequence[int]) -> None:
         alloc, names = self.out.facts.slot_alloc, {slot: self._slots.registers_of.pop(slot, []) for slot in slots}
         registers = [r for of_slot in names.values() for r in of_slot]
-        based = [slot for slot in slots if slot in self._slots.based]
+        based = [slot for slot in slots if slot in self._slots.based and slot not in self._reused_later]
         held = tuple(
             [
-                ((*map(register_name, of_slot), *([memory_name(slot)] if slot in self._slots.based else ())), nbytes)
+                ((*map(register_name, of_slot), *([memory_name(slot)] if slot in based else ())), nbytes)
                 for slot, of_slot in names.items()
                 if (nbytes := alloc[slot])
             ]

@@ -36,6 +36,7 @@ class Steps(NamedTuple):
         marks: the numbers of steps and changes before each act that is not a `free`, and at the end.
         changes: what the acts changed.
         first_use, uses: the first use and the number of uses of each slot.
+        reused: the slots whose memory comes from another slot (see `reuse`).
     """
 
     forms: Sequence[Form]
@@ -47,6 +48,7 @@ class Steps(NamedTuple):
     changes: Sequence[Change]
     first_use: dict[int, tuple[int, int]]
     uses: Counter[int]
+    reused: dict[int, int]
 
     def is_like(self, forms: Sequence[Form]) -> bool:
         """Whether most forms of a program with the same body are the same objects, and the others have the same opcodes and
@@ -137,11 +139,11 @@ class Building:
         self.within += [0] * (last_step - step)
         return end
 
-    def done(self, first_use: dict[int, tuple[int, int]], uses: Counter[int]) -> Steps:
+    def done(self, first_use: dict[int, tuple[int, int]], uses: Counter[int], reused: dict[int, int]) -> Steps:
         """Return how the steps were built, for programs that are similar."""
         out = self._out
         found = out.acts, out.steps, out.traces, out.owner, self._marks, self.slots.changes
-        return Steps(out.program.forms, *found, first_use, uses)
+        return Steps(out.program.forms, *found, first_use, uses, reused)
 
 
 def _equal_acts(acts: Sequence[Act], others: Sequence[Act]) -> list[bool]:
