@@ -13,10 +13,10 @@ from wooly_compiler.render.source import Form
 from wooly_executor.errors import ContextLostError, OperationError
 from wooly_executor.memory.swap import Policy
 from wooly_executor.programs import ProgramStore
-from wooly_executor.runtime.buffers import TORCH_DTYPE, Buffer
+from wooly_executor.runtime.buffers import TORCH_DTYPE, Buffer, Buffers
 from wooly_executor.runtime.calls import library_call
 from wooly_executor.runtime.captures import InvalidCaptureError
-from wooly_executor.runtime.graphs import IDLE, PATIENCE, STEADY, History
+from wooly_executor.runtime.graphs import IDLE, PATIENCE, RECENT_ALL, STEADY, History
 from wooly_executor.runtime.protocol import PlanRuntime
 from wooly_executor.runtime.synchronising import waits
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
@@ -968,18 +968,20 @@ def test_graphs_runs_on_lent_results_each_get_a_graph(gpu, cpu, driver):
     assert 2 * layers <= driver.captures <= 2 * layers + STEADY  # an earlier result may have had a lent address
 
 
-def test_graphs_small_inputs_in_new_buffers_are_copied_although_large_ones_move(gpu, driver):
+@pytest.mark.parametrize("ids", ["new ids", "ids of freed buffers"])
+def test_graphs_small_inputs_in_new_buffers_are_copied_although_large_ones_move(gpu, driver, ids):
     """As in the first steps of training: each run has new buffers. The large ones have the same memory later."""
     program, params, x, w, _ = rows(4, 320)
     prepared = gpu.ready(program).prepared
-    buffers, newest, memory = {1: Buffer(4 * 320 * 320, torch.randn(320, 320))}, 1, []
+    buffers, newest, memory = Buffers(), 1, []
+    buffers[1] = Buffer(4 * 320 * 320, torch.randn(320, 320))
     for k in range(60):
         if k < 30:
             memory.append(torch.randn(320, 320))
             buffers[1] = Buffer(4 * 320 * 320, memory[-1])
         memory.append(torch.randn(4, 320))
         bindings = [newest + 1 + n for n in range(program.n_slots)]
-        newest, bindings[w] = bindings[-1], 1
+        newest, bindings[w] = bindings[-1] if ids == "new ids" else newest, 1
         buffers[bindings[x]] = Buffer(4 * 4 * 320, memory[-1])
         with torch.inference_mode():
             execution = gpu.runtime.begin(prepared, buffers, bindings, params)
@@ -1006,6 +1008,158 @@ def test_graphs_state_that_each_run_makes_anew_is_replayed(gpu, cpu, driver):
         assert torch.equal(states[gpu].base, states[cpu].base)
         replayed.append(driver.replays > before)
     assert driver.captures <= 8 and sum(replayed[-40:]) > 20
+
+
+class Session:
+    """A session whose buffers have the same ids in each run, as those of a client that uses ids again."""
+
+    def __init__(self, side):
+        self.side, self.buffers = side, Buffers()
+
+    def run(self, prepared, params, contents, keep=()):
+        """Run on buffers by slot; all but those in `keep` are freed at the end. Returns all of them."""
+        self.buffers.update(contents)
+        with torch.inference_mode():
+            execution = self.side.runtime.begin(
+                prepared, self.buffers, list(range(prepared.program.n_slots)), list(params)
+            )
+            execution.advance((len(prepared.program.body),))
+        assert execution.outcome.failed_at is None
+        after = dict(self.buffers)
+        for slot in after.keys() - set(keep):
+            del self.buffers[slot]
+        return after
+
+
+def at_new_address(values, held):
+    """A buffer with these values at an address that no buffer has had whose memory is in `held`. Nobody else has its storage."""
+    held.append(bytearray(values.nbytes))
+    return Buffer(values.nbytes, torch.frombuffer(held[-1], dtype=values.dtype).view(values.shape).copy_(values))
+
+
+BIG = 512, 160  # 320 KiB: never copied as a small input
+
+
+def test_graphs_large_input_that_strays_is_copied_to_a_home(gpu, cpu, driver):
+    """As behind a dropout: no graph makes the input, and each run has it at another address."""
+    program, params, x, w, made = rows(*BIG)
+    prepared, other = gpu.ready(program).prepared, cpu.ready(program).prepared
+    session, held, inputs = Session(gpu), [], []
+    weights = Buffer(4 * 160 * 160, torch.randn(160, 160) / 12)
+    for _ in range(30):
+        values = torch.randn(*BIG)
+        mine = session.run(prepared, params, {x: at_new_address(values, held), w: weights}, keep=[w])
+        good = step(cpu, other, params, {x: Buffer(values.nbytes, values), w: weights})[made].base
+        assert torch.equal(mine[made].base, good)
+        assert torch.equal(mine[x].base, values)
+        inputs.append(mine[x].base.data_ptr())
+        del mine
+    assert driver.captures == 1 and driver.replays > 10
+    assert len(set(inputs[-10:])) == 1  # the buffer is at home for later programs, too
+    assert weights.base.data_ptr() not in inputs
+
+
+def test_graphs_home_is_not_overwritten_while_its_buffer_lives(gpu, driver):
+    program, params, x, w, _ = rows(*BIG)
+    prepared, session, held, alive = gpu.ready(program).prepared, Session(gpu), [], []
+    weights = Buffer(4 * 160 * 160, torch.randn(160, 160) / 12)
+    for k in range(40):
+        values = torch.randn(*BIG)
+        mine = session.run(prepared, params, {x: at_new_address(values, held), w: weights}, keep=[w])
+        alive.append((mine[x], values))
+        del mine
+        assert all(torch.equal(buffer.base, right) for buffer, right in alive)
+        del alive[: len(alive) - k // 10]  # 0 to 3 runs keep their input
+    assert driver.replays > 10
+
+
+@pytest.mark.parametrize("shared", ["tensor", "buffer"])
+def test_graphs_input_that_somebody_else_uses_stays_where_it_is(gpu, driver, shared):
+    """A peer may write to memory that it shares, and a read that waits must see the old values."""
+    program, params, x, w, _ = rows(*BIG)
+    prepared, session, held, others = gpu.ready(program).prepared, Session(gpu), [], []
+    weights = Buffer(4 * 160 * 160, torch.randn(160, 160) / 12)
+    for _ in range(12):
+        held.append(torch.randn(*BIG))
+        memory = held[-1]
+        others.append(memory.view(-1) if shared == "tensor" else Buffer(memory.nbytes, memory.view(-1)))
+        after = session.run(prepared, params, {x: Buffer(memory.nbytes, memory.detach()), w: weights}, keep=[w])
+        assert after[x].base.data_ptr() == memory.data_ptr()
+    assert not driver.captures
+
+
+def test_graphs_weights_of_layers_get_no_home(gpu, driver):
+    """They are older than the first run, so they do not stray, although each run of the program has others."""
+    t = Tape()
+    x, w = t.input(F32, 64, 288), t.input(F32, 288, 288)
+    held = t.op("mm", x, w)
+    for _ in range(5):
+        made = t.op("tanh", held)
+        t.free(held)
+        held = made
+    program, slots = t.program()
+    prepared, session, addresses = gpu.ready(program).prepared, Session(gpu), set()
+    first = Buffer(4 * 64 * 288, torch.randn(64, 288))
+    weights = [Buffer(4 * 288 * 288, torch.randn(288, 288)) for _ in range(30)]
+    at = {b.base.data_ptr() for b in weights}
+    for own in weights:
+        contents = {slots[x.slot]: first, slots[w.slot]: own}
+        after = session.run(prepared, t.params, contents, keep=contents)
+        addresses.add(after[slots[w.slot]].base.data_ptr())
+    assert addresses == at and not driver.captures
+
+
+def test_homes_are_given_back_with_their_program(gpu, driver):
+    program, params, x, w, _ = rows(*BIG)
+    prepared, session, held = gpu.ready(program).prepared, Session(gpu), []
+    weights = Buffer(4 * 160 * 160, torch.randn(160, 160) / 12)
+    for _ in range(20):
+        session.run(prepared, params, {x: at_new_address(torch.randn(*BIG), held), w: weights}, keep=[w])
+    graphs = gpu.runtime.graphs
+    assert driver.captures == 1 and graphs._input_bytes >= 4 * 512 * 160
+    session.buffers.clear()
+    gpu.store, prepared = ProgramStore(gpu.runtime), None
+    gc.collect()
+    graphs._count_destroyed()
+    assert (graphs._input_bytes, graphs.count, graphs._lent) == (0, 0, set())
+
+
+def test_homes_that_were_not_used_for_long_make_room(gpu):
+    program, params, x, w, _ = rows(*BIG)
+    prepared, session, held = gpu.ready(program).prepared, Session(gpu), []
+    weights = Buffer(4 * 160 * 160, torch.randn(160, 160) / 12)
+
+    def runs():
+        for _ in range(20):
+            session.run(prepared, params, {x: at_new_address(torch.randn(*BIG), held), w: weights}, keep=[w])
+
+    runs()
+    graphs, left = gpu.runtime.graphs, []
+    for others in (0, RECENT_ALL):  # replays of other programs
+        graphs.replayed += others
+        graphs._forget_unused()
+        graphs._count_destroyed()
+        left.append((graphs.count, graphs._input_bytes > 0))
+    assert left == [(1, True), (0, False)]
+    runs()
+    assert graphs.count == 1
+
+
+@pytest.mark.parametrize("limit", ["bytes", "room"])
+def test_graphs_input_without_room_for_a_home_stays_where_it_is(gpu, driver, monkeypatch, limit):
+    if limit == "bytes":
+        monkeypatch.setattr("wooly_executor.runtime.graphs.BYTES_PER_CALL", 1 << 10)
+    else:
+        gpu.runtime.graphs._room = 4 * 512 * 160 - 1
+    program, params, x, w, _ = rows(*BIG)
+    prepared, session, held = gpu.ready(program).prepared, Session(gpu), []
+    weights = Buffer(4 * 160 * 160, torch.randn(160, 160) / 12)
+    for _ in range(20):
+        values = torch.randn(*BIG)
+        buffer = at_new_address(values, held)
+        place = buffer.base.data_ptr()
+        assert session.run(prepared, params, {x: buffer, w: weights}, keep=[w])[x].base.data_ptr() == place
+    assert not driver.captures
 
 
 def test_graphs_lent_results_of_sessions_are_swapped_out_and_back(make_device, driver, wis, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import torch
 from torch import Tensor
@@ -41,6 +42,10 @@ TORCH_DTYPE: dict[DType, torch.dtype] = {
 WIS_DTYPE: dict[torch.dtype, DType] = {v: k for k, v in TORCH_DTYPE.items()}
 
 
+#: Returns the next number of a buffer or a session (`Buffer.number`).
+next_number = itertools.count().__next__
+
+
 class Buffer:
     """One buffer of one session.
 
@@ -49,15 +54,17 @@ class Buffer:
         base: a tensor on the buffer's storage, with storage offset 0; None while the buffer is poisoned.
         view: the view of `base` if `base` is the result of an operator, so that this view needs no new tensor.
         poison: the error because of which the content is missing; empty if the buffer is valid.
+        number: a number that is larger than those of all buffers and sessions before. Clients use the ids of buffers again.
     """
 
-    __slots__ = ("base", "nbytes", "poison", "view")
+    __slots__ = ("base", "nbytes", "number", "poison", "view")
 
     def __init__(self, nbytes: int, base: Tensor | None, view: View | None = None, poison: str = "") -> None:
         self.nbytes = nbytes
         self.base = base
         self.view = view
         self.poison = poison
+        self.number = next_number()
 
 
 class Buffers(dict[int, Buffer]):
@@ -67,15 +74,17 @@ class Buffers(dict[int, Buffer]):
         owed_ns: device time of launches in flight that has turned out longer (or, if negative, shorter) than what the session was
             charged. Its next launch is charged for it.
         unchecked: number of launches in flight that may have reported a violation.
+        number: see `Buffer`.
         lost_late: buffers that were poisoned since the session's last run began, because an earlier run failed when its launch
             landed, with the error. Some may not exist any more.
     """
 
-    __slots__ = ("lost_late", "owed_ns", "unchecked")
+    __slots__ = ("lost_late", "number", "owed_ns", "unchecked")
 
     def __init__(self) -> None:
         super().__init__()
         self.owed_ns = self.unchecked = 0
+        self.number = next_number()
         self.lost_late: dict[int, str] = {}
 
 

@@ -22,6 +22,8 @@ from wooly_executor.runtime.captures import InvalidCaptureError
 from wooly_executor.runtime.device import TorchDevice
 from wooly_executor.runtime.driver import Driver
 from wooly_executor.runtime.frame import Frame, Step
+from wooly_executor.runtime.homes import BYTES_PER_CALL, Home, Stray, inputs_of, size_of
+from wooly_executor.runtime.homes import VARIANTS as VARIANTS_OF_HOME
 from wooly_executor.runtime.prepared import PreparedProgram
 from wooly_executor.runtime.replays import (
     Captured,
@@ -112,10 +114,11 @@ class Graphs:
         self._lent: set[int] = set()
         #: Operators that a graph cannot contain, as failed captures have shown.
         self._refused: set[str] = set()
-        #: The stretches that have had graphs.
+        #: The stretches that have had graphs or homes.
         self._stretches: dict[int, weakref.ref[Stretch]] = {}
-        #: For each destroyed graph, its bytes outside of pools and the memory that it lent. Other threads destroy graphs.
-        self._destroyed: deque[tuple[int, list[int]]] = deque()
+        #: For each destroyed graph or home, the number of graphs, the bytes outside of pools, and the memory that it lent. Other
+        #: threads destroy them.
+        self._destroyed: deque[tuple[int, int, list[int]]] = deque()
         self.replayed = self.count = 0
 
     def observe(self, prepared: PreparedProgram, params: Sequence[Any]) -> None:
@@ -180,6 +183,18 @@ class Graphs:
         """Return the graph of a stretch for this run. Captures it if the run has been repeated often enough."""
         stretch.runs += 1
         key = stretch.key(frame)
+        captured = self._captured(stretch, key)
+        if captured is not None:
+            return captured
+        if key not in stretch.captured and self._bring_home(stretch, frame, key):
+            key = stretch.key(frame)
+            captured = self._captured(stretch, key)
+            if captured is not None:
+                return captured
+        return self._capture_if_steady(prepared, frame, steps, stretch, key)
+
+    def _captured(self, stretch: Stretch, key: Key) -> Captured | None:
+        """Return a graph of this key that can be replayed now."""
         graphs = stretch.captured.get(key)
         if graphs is not None:
             for captured in graphs:
@@ -188,7 +203,49 @@ class Graphs:
                     stretch.captured.move_to_end(key)
                     self.replayed += 1
                     return captured
-        return self._capture_if_steady(prepared, frame, steps, stretch, key)
+        return None
+
+    def _bring_home(self, stretch: Stretch, frame: Frame, key: Key) -> bool:
+        """Copy the inputs of a run that stray to their homes. Returns whether there were such inputs."""
+        homes = stretch.homes
+        where = homes.of(key) or stretch.strays(key, frame)
+        if where is None:
+            return False
+        home = next((home for home in homes.at(where) if home.take(frame, stretch.names)), None)
+        if home is None and len(homes.at(where)) < VARIANTS_OF_HOME:
+            home = self._home(stretch, frame, where)
+            if home is not None and not home.take(frame, stretch.names):
+                home = None
+        if home is not None:
+            home.replay = self.replayed
+        return home is not None
+
+    def _home(self, stretch: Stretch, frame: Frame, where: Stray) -> Home | None:
+        """Make a home for these inputs, if there is room for it."""
+        sizes = {}
+        for place in where[0]:
+            slot, _ = (stretch.entered or [])[place]
+            found = inputs_of(frame, slot, stretch.names[slot])
+            if not found:
+                return None
+            sizes[slot] = size_of(found)
+        nbytes = sum(sizes.values())
+        self._count_destroyed()
+        if self._bytes + self._input_bytes + nbytes > self._room:
+            self._forget_unused()
+            self._count_destroyed()
+        if nbytes > BYTES_PER_CALL * stretch.calls or self._bytes + self._input_bytes + nbytes > self._room:
+            return None
+        try:
+            home = Home(self._device.empty, sizes)
+        except torch.OutOfMemoryError:
+            return None
+        stretch.homes.add(where, home)
+        self._stretches[id(stretch)] = weakref.ref(stretch)
+        self._input_bytes += nbytes
+        self._lent.update(home.addresses)
+        weakref.finalize(home, self._destroyed.append, (0, nbytes, home.addresses)).atexit = False
+        return home
 
     def _capture_if_steady(
         self,
@@ -265,14 +322,14 @@ class Graphs:
         """Take the graphs that were destroyed since the last time off the counts."""
         if self._destroyed:
             while self._destroyed:
-                nbytes, lent = self._destroyed.popleft()
+                graphs, nbytes, lent = self._destroyed.popleft()
                 self._input_bytes -= nbytes
                 self._lent.difference_update(lent)
-                self.count -= 1
+                self.count -= graphs
             self._bytes = self._driver.graph_bytes()
 
     def _forget_unused(self) -> None:
-        """Destroy the graphs of all programs that were not used for long."""
+        """Destroy the graphs and homes of all programs that were not used for long."""
         since = self.replayed - max(RECENT * self.count, RECENT_ALL)
         for known, reference in list(self._stretches.items()):
             stretch = reference()
@@ -282,6 +339,7 @@ class Graphs:
             for key, graphs in list(stretch.captured.items()):
                 if max([captured.replay for captured in graphs]) < since:
                     del stretch.captured[key]
+            stretch.homes.forget(since)
 
     def _capture(
         self,
@@ -342,7 +400,7 @@ class Graphs:
         own = inputs.nbytes + (outside.nbytes if outside is not None else 0)
         self._input_bytes += own
         self._lent.update(captured.lent)
-        weakref.finalize(captured, self._destroyed.append, (own, captured.lent)).atexit = False
+        weakref.finalize(captured, self._destroyed.append, (1, own, captured.lent)).atexit = False
         return captured
 
     def _private_inputs(self, stretch: Stretch, frame: Frame) -> Inputs:

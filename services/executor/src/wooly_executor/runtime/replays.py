@@ -29,7 +29,7 @@ _TOGETHER = frozenset(
     }
 )
 #: References to a result's storage that `Captured` has itself: the storage, and a tensor.
-_OWN = 2
+OWN_USES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class Captured:
     def free(self) -> bool:
         """Whether nobody else uses the memory of results that stayed in place."""
         for _, address in self._counted:  # noqa: SIM110 - in each run
-            if uses_of(address) != _OWN:
+            if uses_of(address) != OWN_USES:
                 return False
         return True
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,7 +16,9 @@ from wooly_wis.program import ParamKind
 from wooly_wis.verifier import ProgramFacts
 
 from wooly_executor.runtime.bindings import picker
+from wooly_executor.runtime.buffers import Buffer, Buffers, next_number
 from wooly_executor.runtime.frame import Frame
+from wooly_executor.runtime.homes import Homes, Stray
 from wooly_executor.runtime.prepared import PreparedProgram
 from wooly_executor.runtime.replays import COPIED, Captured
 from wooly_executor.runtime.segments import Free, Gather, Review
@@ -60,6 +62,8 @@ class Stretch:
         others: its other params.
         names: the registers (or ~slots) whose memory the stretch may use, by slot.
         small: the bytes of each slot that the stretch reads and does not write, if they are at most SMALL.
+        large: the other slots that it reads and does not write.
+        calls: number of its library calls and launches.
         lends: bytes of each slot whose memory is used in place after a replay, until the next one.
         nbytes: bytes that the stretch allocates.
         never: the stretch cannot be captured.
@@ -72,7 +76,7 @@ class Stretch:
         moves: for small slots, the number of recent changes of address, and the run of the last one.
         young: for small slots, the number of runs in which their buffer was made after the session's first run. A training step
             passes small tensors on from program to program, and their addresses never recur.
-        firsts: for each session, the newest buffer of its first run.
+        firsts: for each session, a number that is larger than those of the buffers before its first run (see `Buffer.number`).
         full: whether a capture has failed because there was no memory.
         outside: whether the program announced the true sizes of what the stretch lends. Then this memory is allocated before a
             capture, outside of the graph's pool.
@@ -81,6 +85,7 @@ class Stretch:
         moving: the slots that are copied before a replay, each with one of its names.
         take: returns the tensors of the fixed slots, from the registers and from the memory of slots.
         whole: whether the program has nothing but this stretch.
+        homes: memory for large inputs that would have another address in each run.
     """
 
     begin: int
@@ -89,6 +94,8 @@ class Stretch:
     others: tuple[int, ...]
     names: dict[int, tuple[int, ...]]
     small: dict[int, int]
+    large: frozenset[int]
+    calls: int
     lends: dict[int, int]
     nbytes: int
     never: bool = False
@@ -106,6 +113,7 @@ class Stretch:
     moving: list[tuple[int, int]] = field(default_factory=list)
     take: tuple[Taking, Taking] = (tuple, tuple)
     whole: bool = False
+    homes: Homes = field(default_factory=Homes)
 
     @property
     def params(self) -> tuple[int, ...]:
@@ -177,18 +185,33 @@ class Stretch:
 
         Nothing is returned before one of them had such buffers in `YOUNG` runs.
         """
-        session = id(frame.buffers)
+        session = _number_of(frame.buffers)
+        if session is None:
+            return set()
         first = self.firsts.get(session)
         if first is None:
-            self.firsts[session] = max(frame.bindings, default=0)
+            self.firsts[session] = next_number()
             if len(self.firsts) > SESSIONS:
                 self.firsts.popitem(last=False)
             return set()
         fixed = [slot for slot, _ in (self.entered or [])[: self.fixed]]
-        found = {slot for slot in fixed if slot in self.small and frame.bindings[slot] > first}
+        found = {slot for slot in fixed if slot in self.small and _is_younger(frame, slot, first)}
         for slot in found:
             self.young[slot] = self.young.get(slot, 0) + 1
         return found if any(self.young[slot] >= YOUNG for slot in found) else set()
+
+    def strays(self, key: Key, frame: Frame) -> Stray | None:
+        """Return the large inputs of a run that should get a home (see `homes`)."""
+        session = _number_of(frame.buffers)
+        first = self.firsts.get(session) if session is not None else None
+        if not self.large or first is None:
+            return None
+        may = {
+            place
+            for place, (slot, _) in enumerate((self.entered or [])[: self.fixed])
+            if slot in self.large and _is_younger(frame, slot, first)  # weights are older
+        }
+        return self.homes.seek(key, self.last, may, self.fixed)
 
     def missed(self, key: Key) -> None:
         """Remember the key of a run without a graph."""
@@ -211,6 +234,7 @@ class Stretch:
         self.captured.clear()
         self.last.clear()
         self.moves = {}
+        self.homes = Homes()
 
     def family(self, key: Key) -> list[tuple[Key, list[Captured]]]:
         """Return the graphs, by key, of the keys with which a loop runs the stretch on its own results.
@@ -237,6 +261,17 @@ class Stretch:
                 if lent.issuperset(differing):
                     return True
         return False
+
+
+def _number_of(buffers: Mapping[int, Buffer]) -> int | None:
+    """Return the number of the session that has these buffers; None if they are not those of a session."""
+    return buffers.number if isinstance(buffers, Buffers) else None
+
+
+def _is_younger(frame: Frame, slot: int, first: int) -> bool:
+    """Whether the buffer of a slot was made after the one with number `first`, or is not there yet."""
+    buffer = frame.buffers.get(frame.bindings[slot])
+    return buffer is None or buffer.number > first
 
 
 class Survey(NamedTuple):
@@ -287,6 +322,8 @@ def split(prepared: PreparedProgram, begin: int, end: int, most: int) -> list[St
                 tuple([k for k in params if k not in floats]),
                 {slot: (*names.get(slot, ()), ~slot) for slot in sorted(near)},
                 {slot: spans[slot] for slot in near if slot not in slots and 0 < spans.get(slot, 0) <= SMALL},
+                frozenset([slot for slot in near if slot not in slots and spans.get(slot, 0) > SMALL]),
+                work,
                 {
                     slot: size
                     for slot in results
