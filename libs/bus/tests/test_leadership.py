@@ -10,9 +10,12 @@ from pathlib import Path
 
 import nats.errors
 import pytest
+from nats.js.errors import NoStreamResponseError, ServiceUnavailableError
 from nats.js.kv import KeyValue
+from wooly_bus import leadership
 from wooly_bus.app import ServiceApp
 from wooly_bus.leadership import ABSENT_AFTER, Leadership
+from wooly_testkit.nats import NatsCluster
 from wooly_testkit.nats import nats_server as start_nats_server
 
 pytestmark = pytest.mark.connected
@@ -153,3 +156,80 @@ async def test_leadership_of_a_jetstream_that_takes_no_lease_for_long_all_lead_i
                     await each.step()
                 await asyncio.sleep(0.05)
             assert not any(each.alone for each in both)
+
+
+async def no(*_):
+    return False
+
+
+async def test_leadership_in_a_cluster_no_process_leads_without_a_lease(monkeypatch, caplog):
+    with start_nats_server() as url:
+        now = [0.0]
+        async with candidates(url, "a", "b") as both:
+            assert not any(each._app.jetstream_votes for each in both)
+            monkeypatch.setattr(ServiceApp, "jetstream_votes", True)
+            monkeypatch.setattr(Leadership, "_has_majority", no)
+            for each in both:
+                each._clock, each._taken = (lambda: now[0]), 0.0
+                await each.step()
+            assert [each.held for each in both] == [True, False]
+            for error in (ServiceUnavailableError(), NoStreamResponseError(), nats.errors.TimeoutError()):
+
+                async def fails(*_, error=error, **__):
+                    raise error
+
+                for do in ("update", "create"):
+                    monkeypatch.setattr(KeyValue, do, fails)
+                now[0] += leadership.MAJORITY_S
+                for each in both:
+                    await each.step()
+                    assert not each.held
+            assert caplog.text.count("does not lead, because JetStream takes no lease") == 2
+
+
+@pytest.mark.slow
+async def test_leadership_without_the_majority_of_a_cluster_nobody_leads(tmp_path, monkeypatch):
+    """A process on the smaller side of a cut cannot hear the others, and would take them for lost."""
+    monkeypatch.setenv("WOOLY_NATS_REPLICAS", "3")
+    with contextlib.ExitStack() as stack:
+        cluster = NatsCluster(tmp_path, stack)
+        async with candidates(cluster.url, "a", "b") as both, asyncio.timeout(120):
+            tasks = [asyncio.create_task(x.run()) for x in both]
+
+            async def one_leads():
+                while sum(x.held for x in both) != 1:
+                    await asyncio.sleep(0.05)
+
+            await one_leads()
+            assert all(x._app.jetstream_votes for x in both)
+            cluster.kill(0)
+            cluster.kill(1)
+            while any(x.held for x in both):
+                await asyncio.sleep(0.05)
+            for _ in range(int((ABSENT_AFTER + 10) * TTL_S / 0.1)):  # JetStream says after 10 s that it has no leader
+                await asyncio.sleep(0.1)
+                assert not any(x.held or x.alone for x in both)
+            cluster.start(0)
+            cluster.start(1)
+            await one_leads()
+            await stop(*tasks)
+
+
+@pytest.mark.slow
+async def test_leadership_if_a_cluster_loses_the_only_copy_of_the_leases_all_lead(tmp_path, monkeypatch):
+    """As with the default of WOOLY_NATS_REPLICAS. The other servers are the majority, so nobody leads elsewhere."""
+    monkeypatch.setattr(leadership, "MAJORITY_S", 2 * TTL_S)
+    with contextlib.ExitStack() as stack:
+        cluster = NatsCluster(tmp_path, stack)
+        async with candidates(cluster.url, "a", "b") as both, asyncio.timeout(120):
+            tasks = [asyncio.create_task(x.run()) for x in both]
+            while sum(x.held for x in both) != 1:
+                await asyncio.sleep(0.05)
+            info = await both[0]._app.jetstream().stream_info(f"KV_{leadership.BUCKET}")
+            cluster.kill(int(info.cluster.leader[1:]))
+            while not all(x.alone for x in both):
+                await asyncio.sleep(0.05)
+            cluster.start(int(info.cluster.leader[1:]))
+            while sum(x.held for x in both) != 1:
+                await asyncio.sleep(0.05)
+            await stop(*tasks)

@@ -2,10 +2,6 @@
 
 import asyncio
 import contextlib
-import socket
-import subprocess
-import sysconfig
-from pathlib import Path
 
 import pytest
 from wooly_bus import stream_reader
@@ -14,6 +10,7 @@ from wooly_bus.artifacts import ArtifactStore
 from wooly_bus.blobs import BlobStore
 from wooly_bus.contract_types import Event, Log, WorkQueue
 from wooly_bus.streams import StreamError, ensure_stream
+from wooly_testkit.nats import NatsCluster
 from wooly_testkit.nats import nats_server as start_nats_server
 
 pytestmark = pytest.mark.connected
@@ -72,36 +69,10 @@ async def test_stream_is_read_whole_although_messages_are_lost_on_their_way(nats
         assert found == [str(k).encode() for k in range(6)]
 
 
-def free_ports(n):
-    with contextlib.ExitStack() as held:
-        taken = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(n)]
-        return [s.getsockname()[1] for s in taken]
-
-
 @pytest.fixture
 def three_servers(tmp_path):
-    binary = str(Path(sysconfig.get_path("scripts")) / "nats-server")
-    clients, routes = free_ports(3), free_ports(3)
-    known = ",".join(f"nats://127.0.0.1:{p}" for p in routes)
     with contextlib.ExitStack() as running:
-        for k in range(3):
-            argv = [
-                binary,
-                "-a",
-                "127.0.0.1",
-                "-p",
-                str(clients[k]),
-                "-n",
-                f"n{k}",
-                "-js",
-                "-sd",
-                str(tmp_path / f"n{k}"),
-            ]
-            argv += ["--cluster_name", "test", "--cluster", f"nats://127.0.0.1:{routes[k]}", "--routes", known]
-            process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            running.callback(process.wait, 10)
-            running.callback(process.kill)
-        yield ",".join(f"nats://127.0.0.1:{p}" for p in clients)
+        yield NatsCluster(tmp_path, running).url
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ import nats.errors
 from faststream import AckPolicy
 from faststream.nats import NatsBroker
 from faststream.nats.security import NatsJWT, NatsSecurity
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 from wooly_wis.messages import ErrorReply, Message
@@ -57,7 +56,7 @@ _UNTRACED: contextlib.nullcontext[None] = contextlib.nullcontext()
 class _Broker(NatsBroker):
     """FastStream's broker with a client that refuses a server without TLS."""
 
-    async def _connect(self) -> Client:
+    async def _connect(self) -> NatsClient:
         client = NatsClient()
         await client.connect(**self._connection_kwargs)
         self.config.connect(client)
@@ -101,7 +100,7 @@ class ServiceApp:
         self._patience_s = patience_s
         self._last_error = ""
         self._ending = False
-        self._client: Client | None = None
+        self._client: NatsClient | None = None
         self._listeners: list[tuple[str, str, Callable[[Msg], Awaitable[None]]]] = []
         self._dropped_reported = 0
         self.live: dict[str, Check] = {}
@@ -272,6 +271,12 @@ class ServiceApp:
         assert self._client is not None
         return self._client.jetstream()
 
+    @property
+    def jetstream_votes(self) -> bool:
+        """Whether JetStream is that of a cluster, which needs more than half of its servers. Use this inside `running`."""
+        assert self._client is not None
+        return self._client.votes
+
     async def publish(self, event: Event[E], payload: E) -> None:
         """Publish an event to the current subscribers. For an event with a stream, use `streams.publish`.
 
@@ -378,7 +383,9 @@ class ServiceApp:
     async def _start(self) -> None:
         await self.broker.start()
         # The server must have every subscription before the service reports that it is ready.
-        self._client = await self.broker.connect()
+        client = await self.broker.connect()
+        assert isinstance(client, NatsClient)  # as `_Broker` makes it
+        self._client = client
         for subject, queue, hear in self._listeners:
             await self._client.subscribe(subject, queue=queue, cb=hear)
         await settled(self._client)

@@ -31,14 +31,17 @@ BUCKET_BYTES = 1 << 20
 _ABSENT = (10039, 10076)
 #: Lengths of the lease after which a JetStream that answers, but takes no lease, counts as absent: its disk was full, and
 #: nats-server takes nothing until it is started again. A JetStream that does not answer may be on the other side of a cut, with
-#: another leader.
+#: another leader. So may the majority of a cluster.
 ABSENT_AFTER = 3
+#: The same for JetStream of a cluster, in seconds. A leader of JetStream that loses the majority notices it after 20 s.
+MAJORITY_S = 30.0
 
 
 class Leadership:
     """Tries to become and stay the leader of `role` while `run` runs.
 
-    Without JetStream, and if it fails for long, every process leads and does the work; see the module.
+    Without JetStream, and if that of a single server fails for long, every process leads and does the work; see the module.
+    Without the majority of a cluster, no process leads: the others would take for lost what they cannot hear.
 
     Attributes:
         alone: there is no JetStream, or it fails, so this process leads without a lease.
@@ -59,6 +62,8 @@ class Leadership:
         #: When JetStream last took a lease.
         self._taken = clock()
         self._revision = 0
+        #: Whether the log says that JetStream takes no lease.
+        self._told = False
         self.alone = False
         self._bucket: KeyValue | None = None
 
@@ -85,12 +90,15 @@ class Leadership:
                 self._revision = await bucket.update(self._role, self._holder.encode(), self._revision)
             else:
                 self._revision = await bucket.create(self._role, self._holder.encode())
-            self._until, self._taken, self.alone = asked + self._ttl_s, self._clock(), False
+            self._until, self._taken, self.alone, self._told = asked + self._ttl_s, self._clock(), False, False
         except KeyWrongLastSequenceError:  # another process holds the lease
-            self._revision, self._until, self._taken, self.alone = 0, 0.0, self._clock(), False
+            self._revision, self._until, self._taken, self.alone, self._told = 0, 0.0, self._clock(), False, False
         except (nats.errors.Error, JetStreamError, OSError) as e:
             self._bucket = None
-            if (
+            why = str(e) or type(e).__name__
+            if self._app.jetstream_votes:
+                await self._lead_in_cluster(why)
+            elif (
                 isinstance(e, (ServiceUnavailableError, nats.errors.NoRespondersError))
                 or getattr(e, "err_code", 0) in _ABSENT
             ):
@@ -99,10 +107,33 @@ class Leadership:
                 self.alone = False  # this process leads until its lease ends
             elif not self.alone and self._clock() - self._taken > ABSENT_AFTER * self._ttl_s:
                 self.alone = True
-                why = str(e) or type(e).__name__
                 log.warning("%s leads without a lease, because JetStream takes none: %s", self._holder, why)
         if self.held != led:
             log.info("%s is %s the leader of %s", self._holder, "now" if self.held else "no longer", self._role)
+
+    async def _lead_in_cluster(self, why: str) -> None:
+        """The JetStream of a cluster takes no lease: on the side of the majority, the server with the only copy may be lost."""
+        away_s = self._clock() - self._taken
+        alone = away_s > MAJORITY_S and await self._has_majority()
+        if alone and not self.alone:
+            log.warning("%s leads without a lease, because JetStream takes none: %s", self._holder, why)
+        elif away_s > ABSENT_AFTER * self._ttl_s and not alone and not self._told:
+            self._told = True
+            log.warning(
+                "%s does not lead, because JetStream takes no lease: %s; more than half of the cluster's NATS servers must be "
+                "connected with each other",
+                self._holder,
+                why,
+            )
+        self.alone = alone
+
+    async def _has_majority(self) -> bool:
+        """Whether the connected server is on the side of the cluster's majority, where JetStream has a leader that answers."""
+        try:
+            await self._app.jetstream().account_info()
+        except (nats.errors.Error, JetStreamError, OSError):
+            return False
+        return True
 
     async def _open(self) -> KeyValue:
         if self._bucket is None:

@@ -19,6 +19,11 @@ class NatsClient(Client):
     server can change that line, and nats-py would then send its credentials without encryption.
     """
 
+    @property
+    def votes(self) -> bool:
+        """Whether JetStream of the connected server decides together with other servers of its cluster."""
+        return bool(self._server_info.get("jetstream") and self._server_info.get("cluster"))
+
     async def close(self) -> None:
         """Close the connection. Its socket is closed also if the rest cannot be sent any more, when nats-py keeps it open."""
         try:
