@@ -313,6 +313,25 @@ async def test_executor_gets_a_ticket_and_a_session_at_the_executor_of_another_r
         assert told["session_id"] in [session for session, _ in r.executors[0].closed]
 
 
+async def test_peer_sessions_that_are_opened_at_the_same_time_all_end_with_their_session(rig, monkeypatch):
+    async with rig("a", "b", "c") as r:
+        ranks = [await r.open(gang=place(rank, 3, devices=3)) for rank in range(3)]
+        get, both_read = r.tasks.get, asyncio.Barrier(2)
+
+        async def get_together(task_id, s=None):
+            found = await get(task_id, s)
+            if task_id in (ranks[1].session_id, ranks[2].session_id) and s is None:
+                await both_read.wait()
+            return found
+
+        monkeypatch.setattr(r.tasks, "get", get_together)
+        told = await asyncio.gather(*[ticket(r, ranks[0], other) for other in ranks[1:]])
+        monkeypatch.undo()
+        await r.close(ranks[0])
+        for executor, each in zip(r.executors[1:], told, strict=True):
+            assert (each["executor_id"], each["session_id"] in executor.sessions) == (executor.name, False)
+
+
 async def test_ticket_is_refused_for_strangers_and_for_executors_that_have_no_part(rig):
     async with rig("a", "b") as r:
         ranks = [await r.open(gang=place(rank, devices=2)) for rank in range(2)]

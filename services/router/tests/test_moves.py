@@ -588,3 +588,49 @@ async def test_a_program_is_moved_with_all_its_ranks_or_not_at_all(rig):
         why = await refusal(r.desk.on_move_task(MoveTaskRequest(task_id=task)))
         assert "it has given recovery up" in str(why)
         assert [(await renew(r, rank)).wish for rank in ranks[:1]] == [None]
+
+
+# -- changes between a look at a session and what is decided about it ------------------------------------------------------
+
+
+@pytest.mark.on_both
+async def test_session_that_leaves_keeps_what_changed_since_it_was_read(rig):
+    async with rig("a") as r:
+        await beat(r)
+        opened = await r.open(recovers=True)
+        before = await record(r, opened)
+        async with r.actor.world.database.writing() as s:
+            await r.tasks.change_wants(s, opened.session_id, groups=["fast"], peers=[["b", "peer"]])
+        left = await r.actor.moves.requeue(before, "executor a is lost")
+        assert left.wants["groups"] == ["fast"] and left.wants["peers"] == [["b", "peer"]] and left.wants["away"]
+
+
+async def test_wish_that_comes_while_a_client_refuses_an_earlier_wish_is_kept(rig):
+    async with rig("a", "b") as r:
+        await beat(r)
+        opened = await r.open(recovers=True)
+        await r.actor.moves.move(await record(r, opened), "first")
+        before = await record(r, opened)
+        await r.actor.moves.hibernate(before, "second")
+        said = RenewSessionRequest(session_id=opened.session_id, token=opened.token, stays="the disk is full")
+        await r.actor.moves.hear(before, said)
+        assert (await record(r, opened)).wish.reason == "second"
+        await r.actor.moves.hear(await record(r, opened), said)
+        assert (await renew(r, opened)).wish is None
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["cancelled", "lost"])
+async def test_session_that_has_moved_since_it_was_read_ends_where_it_is_and_does_not_fail(rig, ends):
+    async with rig("a", "b") as r:
+        await beat(r)
+        opened = await r.open(recovers=True)
+        before = await record(r, opened)
+        await r.actor.moves.move(before, "why")
+        again = await come_back(r, opened, leaves=True)
+        (new,) = [e for e in r.executors if e.name == again.parts[0].executor_id]
+        if ends:
+            assert await r.actor.end(before, "cancelled", "by its owner")
+            assert opened.session_id not in new.sessions
+        else:
+            await r.actor.lose_part(before, before.parts[0].executor_id, "it ended there")
+            assert (await record(r, opened)).state == "started"

@@ -408,6 +408,7 @@ class RouterActor:
         self, record: TaskRecord, state: str, reason: str, lapsed: float | None = None, only_from: Collection[str] = ()
     ) -> bool:
         async with self.world.database.writing() as s:
+            record = await self.world.tasks.locked(s, record.id) or record  # it may have moved since it was read
             ended = await self.world.tasks.move(
                 s, record.id, state, reason, self.clock(), only_from=only_from, lapsed=lapsed
             )
@@ -529,7 +530,9 @@ class RouterActor:
                 self._prolonged.pop(record.id, None)  # the last renewal was for the time before
             return
         async with self.world.database.writing() as s:
-            lost = await self.world.tasks.move(s, record.id, state, reason, self.clock(), only_from=["started"])
+            lost = await self.world.tasks.move(
+                s, record.id, state, reason, self.clock(), attempt=record.attempt, only_from=["started"]
+            )
         if lost and others:
             closing = self.executors.close(others, record.id, f"it ended on executor {executor_id}")
             start_errand(closing, f"closing of session {record.id}")

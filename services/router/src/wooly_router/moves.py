@@ -326,16 +326,12 @@ class Moves:
                 retryable=True,
             )
 
-    async def _forget_wish(self, record: TaskRecord, why: str, **changes: object) -> None:
+    async def _forget_wish(self, record: TaskRecord, why: str) -> None:
+        """Forget what a session was asked for when it was read, but not what it has been asked for since."""
+        told = self._clock(), why
         async with self._world.database.writing() as s:
             await self._world.tasks.change_wants(
-                s,
-                record.id,
-                state=record.state,
-                attempt=record.attempt,
-                tell=(self._clock(), why),
-                wish=None,
-                **changes,
+                s, record.id, state=record.state, attempt=record.attempt, wished=record.wish, tell=told, wish=None
             )
 
     async def stays(self, record: TaskRecord, why: str) -> None:
@@ -346,8 +342,12 @@ class Moves:
         """Note what the client says in a renewal."""
         if not said.recovers and record.wants.get("recovers"):
             stays = said.stays or "its checkpoints are not stored"
-            why = f"it cannot go on in another executor any more: {stays}"
-            await self._forget_wish(record, why, recovers=False, stays=stays[:REASON_KEPT])
+            told = self._clock(), f"it cannot go on in another executor any more: {stays}"
+            changes: dict[str, Any] = {"wish": None, "recovers": False, "stays": stays[:REASON_KEPT]}
+            async with self._world.database.writing() as s:
+                await self._world.tasks.change_wants(
+                    s, record.id, state=record.state, attempt=record.attempt, tell=told, **changes
+                )
         elif said.stays and record.wish.do:
             await self.stays(record, said.stays)
         if said.resumed is not None:

@@ -52,8 +52,9 @@ class Peers:
                 raise RefusedError("router.no_session", f"session {task.id} does not run on executor {executor_id}")
         name = f"{record.id}{PEER_MARK}{[p.executor_id for p in record.parts].index(request.executor_id)}"
         now = self._clock()
-        peers = [p for p in record.wants.get("peers", []) if p != [request.peer_executor_id, name]]
         async with self._world.database.writing() as s:  # before it is hosted, so that it is closed in any case
+            current = await self._world.tasks.locked(s, record.id) or record  # others may be opened at the same time
+            peers = [p for p in current.wants.get("peers", []) if p != [request.peer_executor_id, name]]
             kept = [*peers, [request.peer_executor_id, name]]
             if not await self._world.tasks.change_wants(s, record.id, state="started", peers=kept):
                 raise RefusedError("router.no_session", f"session {record.id} has ended")

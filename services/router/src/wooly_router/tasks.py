@@ -165,7 +165,8 @@ class TaskActor:
                 await self._router.moves.move_to(rank, "moved on request", to)
             except RefusedError as e:
                 for each in asked:
-                    await self._router.moves.stays(each, str(e))
+                    wishes = await self._router.world.tasks.get(each.id)
+                    await self._router.moves.stays(wishes or each, str(e))
                 raise
             asked.append(rank)
 

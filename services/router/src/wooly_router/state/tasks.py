@@ -280,7 +280,8 @@ class TaskStore:
         moved = await self.move(s, task.id, state, reason, at, attempt=task.attempt, only_from=["started", "pending"])
         if not moved:
             return False
-        changed = task.wants | {"away": True, "wish": None, "barred": [], "repeats": False} | wants
+        current = await self.get(task.id, s) or task  # its wants may have changed since it was read
+        changed = current.wants | {"away": True, "wish": None, "barred": [], "repeats": False} | wants
         changes = {"attempt": task.attempt + 1, "wants": changed}
         await s.execute(update(TaskRow).where(TaskRow.id == task.id).values(changes))
         await self.set_lease(s, lease)
@@ -293,6 +294,7 @@ class TaskStore:
         *,
         state: str = "",
         attempt: int | None = None,
+        wished: TaskWish | None = None,
         tell: tuple[float, str] | None = None,
         **changes: Any,
     ) -> bool:
@@ -303,11 +305,14 @@ class TaskStore:
             task_id: the task.
             state: the state in which the task must be; empty: any.
             attempt: the attempt at which it must be; None: any.
+            wished: what its client must have been asked for; None: anything.
             tell: time and text of a step for the task's story.
             changes: the new values.
         """
         row = await s.scalar(select(TaskRow).where(TaskRow.id == task_id).with_for_update())
         if row is None or (state and row.state != state) or (attempt is not None and row.attempt != attempt):
+            return False
+        if wished is not None and TaskWish(**(row.wants.get("wish") or {})) != wished:
             return False
         row.wants = row.wants | changes
         if tell is not None:
