@@ -281,6 +281,23 @@ async def test_rank_whose_executor_was_silent_for_longer_than_the_lease_is_left_
         assert await state(r, ranks[0]) == ("failed" if silent == "client" else "pending")
 
 
+@pytest.mark.parametrize("wanted", [{"gang": True}, {"gpu_count": 2}], ids=str)
+async def test_program_that_begins_just_after_an_executor_died_waits_until_it_is_started_again(rig, wanted):
+    async with rig("a", "b") as r:
+        r.clock.now += 6
+        await r.actor.on_heartbeat(r.executors[0].heartbeat())
+        asks = [{"gang": place(rank, devices=2)} for rank in range(2)] if "gang" in wanted else [wanted]
+        waiting = [await r.queue(**ask) for ask in asks]
+        assert "only 1 executor is alive" in waiting[0].wait.reason and "b was heard 6 s ago" in waiting[0].wait.reason
+        await r.beat()
+        found = [await r.turn(each, **ask) for each, ask in zip(waiting, asks, strict=True)]
+        assert [p.executor_id for each in found for p in each.parts] == ["a", "b"]
+        r.clock.now += opening.RETURNS_S + 1
+        await r.actor.on_heartbeat(r.executors[0].heartbeat())
+        with pytest.raises(RefusedError, match="start more"):
+            await r.queue(gpu_count=2)
+
+
 # -- executors that work together --------------------------------------------------------------------------------------
 
 

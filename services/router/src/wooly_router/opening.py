@@ -62,7 +62,8 @@ HEARTBEAT_GRACE_S = 2.0
 #: ended still counts until its executor has released the memory and reported it, and the next script may ask sooner.
 LEAVING_S = 2.0
 LEAVING_PAUSE_S = 0.4
-
+#: Seconds for which an executor that died counts as one that is being started again, if a session needs several.
+RETURNS_S = 60.0
 
 #: Seconds between two attempts to store the end of a session that could not be opened.
 FAIL_AGAIN_S = 0.25
@@ -391,13 +392,7 @@ class Opening:
             raise await self._none_alive(now)
         count = max(want.gpu_count, task.gang.devices)
         if count > len(alive):
-            have = "1 executor is alive" if len(alive) == 1 else f"{len(alive)} executors are alive"
-            raise RefusedError(
-                "router.too_few",
-                f"{count} devices were requested, but only {have}, with one device each; start more (`wooly up --gpus "
-                f"{count}` for a local stack), or ask for fewer (WOOLYAI_GPU_COUNT)",
-                retryable=True,
-            )
+            raise await self._too_few(count, alive, now)
         async with self._world.database.deciding() as s:
             self._check_mine(task, await self._world.tasks.get(task.id, s))
             gang = task.gang if not task.attempt else ALONE  # after a loss, each rank gets another device alone
@@ -453,13 +448,33 @@ class Opening:
     async def _none_alive(self, now: float) -> RefusedError:
         """Explain that there is no executor. If there was one lately, it may come back, and a session may wait for it."""
         remedy = "start one with `wooly up`, or with `python -m wooly_executor` on a machine that has the device"
-        heard = {g.executor_id: g.last_seen for g in await self._world.nodes.gpus()}
-        heard |= {e.executor_id: self._registry.heard(e.executor_id) or 0.0 for e in self._registry.all()}
-        name, at = max(heard.items(), key=lambda item: item[1], default=("", 0.0))
+        name, at = max((await self._heard()).items(), key=lambda item: item[1], default=("", 0.0))
         if now - at > FORGOTTEN_AFTER_S:
             return RefusedError("router.no_executor", f"no executor is registered; {remedy}", retryable=True)
         why = f"no executor is alive; the last one, {name}, was heard {max(now - at, 0.0):.0f} s ago; {remedy}"
         return TakenError("router.no_executor", why, retryable=True)
+
+    async def _too_few(self, count: int, alive: Collection[str], now: float) -> RefusedError:
+        """Explain that there are too few executors. Some may have just died, and come back: a session may wait for them."""
+        have = "1 executor is alive" if len(alive) == 1 else f"{len(alive)} executors are alive"
+        why = f"{count} devices were requested, but only {have}, with one device each"
+        silent = {n: now - at for n, at in (await self._heard()).items() if n not in alive and now - at <= RETURNS_S}
+        if count <= len(alive) + len(silent):
+            told = ", ".join([f"{name} was heard {max(s, 0.0):.0f} s ago" for name, s in sorted(silent.items())])
+            return TakenError("router.too_few", f"{why}; others may come back: {told}", retryable=True)
+        return RefusedError(
+            "router.too_few",
+            f"{why}; start more (`wooly up --gpus {count}` for a local stack), or ask for fewer (WOOLYAI_GPU_COUNT)",
+            retryable=True,
+        )
+
+    async def _heard(self) -> dict[str, float]:
+        """When each executor was last heard, by this router or by another one."""
+        heard = {g.executor_id: g.last_seen for g in await self._world.nodes.gpus()}
+        for executor in self._registry.all():
+            name = executor.executor_id
+            heard[name] = max(heard.get(name, 0.0), self._registry.heard(name) or 0.0)
+        return heard
 
     async def _host_all(
         self,
