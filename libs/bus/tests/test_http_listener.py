@@ -278,3 +278,31 @@ async def test_tls_handshake_missing_at_deadline_is_closed(tmp_path):
         assert (await answer(reader))[0] == 200
         for other, _ in flood[:12]:
             assert await ended(other)
+
+
+def test_server_that_is_cancelled_ends_without_an_error_in_the_log():
+    """As the scheduler's `/metrics`: the listener is closed before the accept loop ends, and its number is used again."""
+    errors, others = [], []
+
+    async def serve():
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: errors.append(context))
+        server = HttpServer(Service().front, "test")
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            number = listener.fileno()
+            task = asyncio.create_task(server.serve(sockets=[listener]))
+            while not server.started:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)
+            task.cancel()
+            await asyncio.wait((task,))
+        others.extend(socket.socketpair())
+        assert number in [other.fileno() for other in others]
+        for other in others:
+            loop.add_reader(other, print)
+            loop.remove_reader(other)
+
+    asyncio.run(serve())
+    for other in others:
+        other.close()
+    assert errors == []

@@ -332,6 +332,19 @@ class HttpServer(uvicorn.Server):
         """Install no signal handlers."""
         yield
 
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until `should_exit` is set, or until cancelled. Afterwards, nothing waits for these sockets any more."""
+        try:
+            await super().serve(sockets)
+        finally:
+            await self._stop_accepting()
+
+    async def _stop_accepting(self) -> None:
+        """End the accept loops, before their sockets are closed and other sockets get their numbers."""
+        for task in self._accepting:
+            task.cancel()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to accept connections on these sockets."""
         self.servers = []
@@ -352,8 +365,7 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting, and wait for the requests that are being answered."""
-        for task in self._accepting:
-            task.cancel()
+        await self._stop_accepting()
         for connection in self.table:
             if connection.protocol is None:
                 connection.close()
