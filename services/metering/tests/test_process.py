@@ -20,8 +20,10 @@ from wooly_bus.app import ServiceApp
 from wooly_bus.contract_types import Event
 from wooly_bus.errors import BusError, RefusedError
 from wooly_bus.streams import StreamError, ensure_stream, publish
+from wooly_metering.core.budgets import Budget
 from wooly_metering.ledger.database import Database
 from wooly_metering.ledger.reader import Reader
+from wooly_metering.ledger.writer import Writer
 from wooly_testkit.nats import nats_server as start_nats_server
 from wooly_wis.credits import (
     AddPlanRequest,
@@ -432,3 +434,26 @@ async def test_budget_holds_a_tenants_sessions_until_it_is_raised(url, start_met
         raised = SetBudgetRequest(tenant="acme", hard_ucr=9_000_000_000)
         assert not (await ask(app, contracts.METERING_BUDGET_SET, raised)).held
         await until(lambda: set(executor.holds.values()) == {""})
+
+
+@QUICK_ON_SQLITE
+async def test_session_that_was_held_is_resumed_if_its_budget_allows_it_when_metering_starts_again(
+    url, start_metering, nats
+):
+    """A day may begin while metering is away. The next process does not know what the last one held."""
+    metering = start_metering(nats, url)
+    app = ServiceApp("executor", nats)
+    executor = FakeExecutor(app)
+    async with app.running():
+        await until(lambda: streamed(app))
+        await until(lambda: shown(app))
+        await ask(app, contracts.METERING_BUDGET_SET, SetBudgetRequest(tenant="acme", hard_ucr=1))
+        await say(app, event(record("a", at_us=now())))
+        await until(lambda: executor.holds.get("a"))
+        metering.kill()
+        metering.wait()
+        database = Database(url)
+        Writer(database).set_budget(Budget("acme", hard_ucr=9_000_000_000))
+        database.close()
+        start_metering(nats, url)
+        await until(lambda: executor.holds == {"a": ""})

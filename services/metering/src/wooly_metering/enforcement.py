@@ -60,10 +60,17 @@ class Enforcer:
         return self._told.get(tenant) == "hard"
 
     async def begin(self, now_us: int) -> None:
-        """Load the open runs from the ledger, and steer all sessions again."""
+        """Load the open runs from the ledger, and steer all sessions again.
+
+        A session that another process held may have to be resumed, because a day or month began, or the limit was raised, since
+        that process ended.
+        """
         for session, executor, tenant in await asyncio.to_thread(self._reader.open_runs):
             self._open.setdefault(tenant, set()).add((session, executor))
         await self.look(None, now_us)
+        for tenant in sorted(self._budgeted & self._open.keys()):
+            if not self.held(tenant):
+                await self._tell(tenant, set(self._open[tenant]), "")
 
     def note_runs(self, runs: tuple[BookedRun, ...]) -> None:
         """Note the runs for which usage was booked."""
