@@ -233,7 +233,8 @@ def test_frozen_executor_fails_and_busy_executor_is_awaited(tmp_path, monkeypatc
             (t + 1).sum().item()
             """,
         )
-        env = os.environ | own.client_env
+        # With recovery, the session would wait in the queue until its executor goes on.
+        env = os.environ | own.client_env | {"WOOLYAI_RECOVERY": "off"}
         client = subprocess.Popen(
             [*WOOLY, "run", path],
             stdin=subprocess.PIPE,
