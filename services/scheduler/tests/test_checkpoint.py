@@ -4,10 +4,12 @@ import json
 import pickle
 import random
 import zlib
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from wooly_bus.app import ServiceApp
 from wooly_dispatch.events import (
     Config,
     ConfigChangedEvent,
@@ -23,9 +25,12 @@ from wooly_dispatch.events import (
     SwappedOutEvent,
 )
 from wooly_dispatch.journal import Journal
+from wooly_scheduler import actor as scheduler_actor
 from wooly_scheduler import checkpoint
+from wooly_scheduler.actor import SchedulerActor
 from wooly_scheduler.checkpoint import CheckpointError, decode, decode_follower, encode, encode_follower
 from wooly_scheduler.core.follower import Follower
+from wooly_scheduler.settings import SchedulerSettings
 from wooly_testkit.dispatch import Rig
 from wooly_testkit.effort import examples
 
@@ -192,3 +197,24 @@ def test_follower_larger_than_the_limit_is_neither_encoded_nor_decoded(monkeypat
     monkeypatch.setattr(checkpoint, "MAX_BYTES", 100)
     with pytest.raises(CheckpointError, match="the limit is 100"):
         encode(1, [("gpu-0", 1, b"x" * 100)])
+
+
+async def test_gpu_that_comes_back_while_a_checkpoint_is_made_is_in_it(monkeypatch):
+    actor = SchedulerActor(SchedulerSettings(), ServiceApp("scheduler", "nats://127.0.0.1:1"))
+    actor.read_until = 10
+    actor._quiet["back"] = 0.0, 5, b"state"
+
+    async def checkpoint():
+        del actor._quiet["back"]  # as `gpu` does, if its executor is heard
+        return 10, b"other"
+
+    actor.gpus["gpu-0"] = SimpleNamespace(caught_up=True, checkpoint=checkpoint)
+    found = []
+
+    def encode(sequence, whole):
+        found.extend([sequence, *whole])
+        raise CheckpointError("enough")
+
+    monkeypatch.setattr(scheduler_actor, "encode", encode)
+    assert not await actor.checkpoint()
+    assert found == [10, ("gpu-0", 10, b"other"), ("back", 5, b"state")]

@@ -166,14 +166,15 @@ class SchedulerActor:
 
     async def checkpoint(self) -> bool:
         """Store a checkpoint in JetStream. Returns False if nothing is new, or if the checkpoint could not be stored."""
-        whole, sequence = [], self.read_until
+        whole, sequence, quiet = [], self.read_until, dict(self._quiet)  # one may come back meanwhile
         try:
             for name, gpu in sorted(self.gpus.items()):
                 position, data = await gpu.checkpoint()
                 whole.append((name, position, data))
                 if not gpu.caught_up:
                     sequence = min(sequence, position)
-            whole += [(name, position, data) for name, (_, position, data) in self._quiet.items() if data]
+            known = {name for name, _, _ in whole}
+            whole += [(n, position, data) for n, (_, position, data) in quiet.items() if data and n not in known]
             checkpoint = encode(sequence, whole)
         except CheckpointError as e:
             log.error("the checkpoint could not be encoded: %s; a restart replays from the previous checkpoint", e)
