@@ -63,9 +63,10 @@ CHUNK = 256 << 10
 #: Seconds between two beats.
 BEAT_S = 1.0
 #: Number of own beats without any message from the other end after which the other end counts as dead, if it is an executor, and
-#: if it is a client. A client may be stopped, or its machine may sleep; if its machine is gone, NATS ends its connection after
-#: some minutes, and tells it. The limit is that of a data channel over TCP (`endpoint.KEEPALIVE`).
-SILENT_BEATS, SILENT_CLIENT_BEATS = 5, 600
+#: if it is a client. An executor, or the line to it, may stand still for a moment: the client renews its lease, and finds out
+#: earlier than this if its executor is frozen. A client may be stopped, or its machine may sleep; if its machine is gone, NATS
+#: ends its connection after some minutes, and tells it. The limit is that of a data channel over TCP (`endpoint.KEEPALIVE`).
+SILENT_BEATS, SILENT_CLIENT_BEATS = 30, 600
 OPEN_TIMEOUT_S = 5.0
 #: Longest wait in `close`, in seconds, until the server has all sent bytes.
 LINGER_S = 5.0
