@@ -488,6 +488,15 @@ async def test_job_after_cancel_stays_cancelled(rig_on):
         assert (await desk.on_cancel_task(TaskRequest(task_id="job-0001"))).task.reason == "no need"
 
 
+async def test_job_whose_attempt_begins_while_it_is_cancelled_ends_on_its_executor(rig_on):
+    async with rig_on("a") as r:
+        await r.jobs.on_submit_job(job(r))
+        before = await r.tasks.get("job-0001")
+        await r.jobs.round()
+        assert await r.jobs.end(before, "cancelled", "no need")
+        assert r.executors[0].closed == [("job-0001-1", "no need")]
+
+
 async def test_sessions_are_listed_and_cancelled_as_tasks(rig_on):
     async with rig_on("a") as r:
         desk = r.desk

@@ -342,6 +342,7 @@ class JobActor:
     async def end(self, task: TaskRecord, state: str, reason: str) -> bool:
         """End a job and its execution. Returns False if it has ended already."""
         async with self._world.database.writing() as s:
+            task = await self._tasks.locked(s, task.id) or task  # an attempt may have begun since it was read
             ended = await self._tasks.move(s, task.id, state, reason, self._router.clock())
         if ended:
             self._changed.set()
