@@ -1,15 +1,19 @@
 """The control plane over a real nats-server: requests, errors, actors."""
 
 import asyncio
+import base64
 import threading
+import time
+from dataclasses import replace
 
 import pytest
+from wooly_bus import blobs, contracts
 from wooly_bus.actor import Actor
 from wooly_bus.app import ServiceApp
 from wooly_bus.contract_types import Rpc
 from wooly_bus.errors import NoResponderError, RefusedError
 from wooly_bus.rpc import ControlClient
-from wooly_wis.messages import CloseSessionReply, CloseSessionRequest, NodesRequest
+from wooly_wis.messages import CloseSessionReply, CloseSessionRequest, NodesRequest, PutBlobReply
 
 pytestmark = pytest.mark.connected
 CLOSE = Rpc("wooly.v1.rpc.test.session.close", CloseSessionRequest, CloseSessionReply)
@@ -98,3 +102,40 @@ def test_request_without_responder_raises(nats_server):
     with pytest.raises(NoResponderError, match="no service answers"):
         client.request(Rpc("wooly.v1.rpc.test.no.body", NodesRequest, CloseSessionReply), NodesRequest())
     client.close()
+
+
+@pytest.mark.parametrize("lost", ["first", "last"])
+def test_piece_of_a_blob_whose_answer_is_lost_is_sent_again(nats_server, monkeypatch, lost):
+    """The router was killed, or NATS, while the client waited for an answer that may take minutes."""
+    monkeypatch.setattr(blobs, "PIECE_S", 0.3)
+    ready, ending, asked = threading.Event(), [], []
+
+    async def on_put(request):
+        asked.append(request.offset)
+        reached = request.offset + len(base64.b64decode(request.data))
+        if asked.count(request.offset) == 1 and (reached == request.nbytes) == (lost == "last"):
+            await ending[0][1].wait()  # until the end of the test
+        return PutBlobReply(kept=reached == request.nbytes, after=reached)
+
+    async def main():
+        app = ServiceApp("router", nats_server)
+        app.serve(replace(contracts.ROUTER_BLOB_PUT, tenants_only=False), on_put)  # without credentials
+        ending.append((asyncio.get_running_loop(), done := asyncio.Event()))
+        async with app.running():
+            ready.set()
+            await done.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    thread.start()
+    try:
+        assert ready.wait(10)
+        data = bytes(blobs.PIECE_BYTES + 1)
+        client = ControlClient(nats_server)
+        begun = time.monotonic()
+        assert blobs.AskedBlobs(client).put(data) == blobs.name_of(data)
+        assert time.monotonic() - begun < 5
+        client.close()
+    finally:
+        loop, done = ending[0]
+        loop.call_soon_threadsafe(done.set)
+        thread.join(10)

@@ -32,6 +32,7 @@ from wooly_wis.messages import PIECE_BYTES, GetBlobRequest, PutBlobRequest
 from wooly_wis.module import hasher
 
 from wooly_bus import contracts
+from wooly_bus.contract_types import Q, R, Rpc
 from wooly_bus.errors import BusError
 from wooly_bus.rpc import ControlClient
 from wooly_bus.streams import StreamError, refusal, replicas
@@ -44,8 +45,11 @@ BATCH = 64
 SILENCE_S = 10.0
 #: Seconds after which JetStream forgets a reader that fetches nothing.
 READER_IDLE_S = 30.0
-#: Timeouts in seconds of the requests for one piece and for the last piece, after which the router reads the whole blob back.
-PIECE_S, LAST_PIECE_S = 10.0, 120.0
+#: Timeout in seconds of the request for one piece. After the last piece, the router reads the whole blob back: at least so many
+#: bytes per second, and for at most so many seconds.
+PIECE_S, READ_BACK_RATE, READ_BACK_S = 10.0, 32 << 20, 110.0
+#: Minimum seconds for which a request for a piece is repeated: the router or NATS may be started again.
+PIECE_PATIENCE_S = 60.0
 #: JetStream's error code for a message that does not follow the expected last message of its subject.
 _WRONG_LAST_SEQUENCE = 10071
 
@@ -530,13 +534,17 @@ class AskedBlobs:
                 data=base64.b64encode(piece).decode(),
             )
             last = offset + len(piece) == size
-            reply = self._control.request_until_answered(
-                contracts.ROUTER_BLOB_PUT, request, timeout=LAST_PIECE_S if last else PIECE_S
-            )
+            timeout = PIECE_S + (min(size / READ_BACK_RATE, READ_BACK_S) if last else 0.0)
+            reply = self._ask(contracts.ROUTER_BLOB_PUT, request, timeout)
             if reply.kept:
                 return name
             offset, after = offset + len(piece), reply.after
             piece = view[offset : offset + PIECE_BYTES]
+
+    def _ask(self, rpc: Rpc[Q, R], request: Q, timeout: float) -> R:
+        """Ask again if an answer is lost, also if it may take long."""
+        patience_s = max(PIECE_PATIENCE_S, 2 * timeout)
+        return self._control.request_until_answered(rpc, request, timeout=timeout, patience_s=patience_s)
 
     def get(self, name: str, limit: int) -> bytearray:
         """Read a whole blob of at most `limit` bytes.
@@ -548,7 +556,7 @@ class AskedBlobs:
         found, after = bytearray(), 0
         while True:
             request = GetBlobRequest(digest=name, after=after)
-            reply = self._control.request_until_answered(contracts.ROUTER_BLOB_GET, request, timeout=PIECE_S)
+            reply = self._ask(contracts.ROUTER_BLOB_GET, request, PIECE_S)
             if reply.nbytes > limit:
                 raise BlobCorruptError(f"blob {name[:16]}… has {reply.nbytes} bytes; the limit is {limit}")
             data = base64.b64decode(reply.data)
