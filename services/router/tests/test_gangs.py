@@ -13,6 +13,7 @@ from wooly_wis.messages import (
     CloseSessionRequest,
     GangPlace,
     PeerSessionRequest,
+    QueuePlace,
     RenewSessionRequest,
     SessionClosed,
     TaskRequest,
@@ -296,6 +297,22 @@ async def test_program_that_begins_just_after_an_executor_died_waits_until_it_is
         await r.actor.on_heartbeat(r.executors[0].heartbeat())
         with pytest.raises(RefusedError, match="start more"):
             await r.queue(gpu_count=2)
+
+
+@pytest.mark.parametrize("how", ["lost", "never asked"])
+async def test_rank_whose_executor_died_shares_one_that_is_left_if_others_run(rig, how):
+    """Only the first placement of a program needs all of its devices."""
+    async with rig("a", "b") as r:
+        first = await r.open(gang=place(0, devices=2), recovers=True)
+        other = await r.open(gang=place(1, devices=2), recovers=True) if how == "lost" else None
+        r.clock.now += opening.RETURNS_S + 1
+        await r.actor.on_heartbeat(r.executors[0].heartbeat(checkpoints="store"))
+        if other is not None:
+            mine = QueuePlace(session_id=other.session_id, token=other.token)
+            again = await r.open(place=mine, lost="the connection broke", queue=True, recovers=True)
+        else:
+            again = await r.queue(gang=place(1, devices=2), recovers=True)
+        assert executors_of([first, again]) == ["a", "a"]
 
 
 # -- executors that work together --------------------------------------------------------------------------------------

@@ -391,8 +391,9 @@ class Opening:
         if not alive:
             raise await self._none_alive(now)
         count = max(want.gpu_count, task.gang.devices)
-        if count > len(alive):
-            raise await self._too_few(count, alive, now)
+        too_few = await self._too_few(count, alive, now) if count > len(alive) else None
+        if too_few is not None and not task.gang.task_id:
+            raise too_few
         async with self._world.database.deciding() as s:
             self._check_mine(task, await self._world.tasks.get(task.id, s))
             gang = task.gang if not task.attempt else ALONE  # after a loss, each rank gets another device alone
@@ -408,6 +409,8 @@ class Opening:
                     return (chosen,), (overcommit_of(nodes.get(chosen.node), config),)
                 if any(r.started_at is not None for r in ranks.values()):
                     gang = ALONE  # the others stay where they are
+            if too_few is not None and gang.task_id:
+                raise too_few
             if gang.task_id:
                 for rank in ranks.values():
                     if rank.state == "pending":
