@@ -154,6 +154,27 @@ def test_cut_is_common_when_all_ranks_have_stored_it(ranks, monkeypatch):
     assert all(sum(f.kind == Kind.COLLECTIVE for f in rank.recovery.frames) == 6 for rank in ranks)
 
 
+def test_rank_that_goes_back_while_it_learns_of_a_common_cut_goes_on(ranks, monkeypatch):
+    """Its script waits for the recorder's lock, which the thread has that brings the session to another executor."""
+    monkeypatch.setattr(module, "TURN_S", 0)
+    number, cut = until_cut(ranks, 2, [CUT_BYTES + 1, 0])
+    for rank in ranks:
+        rank.store()
+    first, second = ranks
+    first.carry(number)
+
+    class Busy:
+        def __enter__(self):
+            second.together._become_common(cut, second.recovery)
+
+        def __exit__(self, *error):
+            pass
+
+    second.together._lock = Busy()
+    second.carry(number)
+    assert second.recovery.stored == 1
+
+
 def test_cut_that_one_rank_cannot_store_is_given_up(ranks, monkeypatch):
     monkeypatch.setattr(module, "TURN_S", 0)
     monkeypatch.setattr(module, "AFTER_FAILURE_S", 0)

@@ -249,6 +249,9 @@ class Together:
         return None
 
     def _become_common(self, cut: int, recovery: Recovery) -> None:
+        """Forget what is before a common cut. The recorder's lock is held: another thread may have done it already (`meet`)."""
+        if cut not in self._numbers:
+            return
         recovery.keep_from(self._numbers[cut])
         for known in [c for c in self._numbers if c <= cut]:
             del self._numbers[known]
@@ -292,8 +295,7 @@ class Together:
         finally:
             self._going_back = False
         self._pending = 0
-        if cut in self._numbers:
-            self._become_common(cut, recovery)
+        self._become_common(cut, recovery)
         self.failed()  # what is not stored by now will not be
         kept = {group_of(f.payload) for f in recovery.frames if f.kind == Kind.COLLECTIVE}
         try:
