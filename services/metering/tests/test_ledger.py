@@ -1,5 +1,6 @@
 """The ledger on SQLite and PostgreSQL: each event is booked once, entries never change, sums are right."""
 
+import asyncio
 import multiprocessing
 import os
 import random
@@ -8,6 +9,9 @@ import signal
 import pytest
 import sqlalchemy
 from sqlalchemy import text
+from sqlalchemy.exc import OperationalError
+from wooly_bus.app import ServiceApp
+from wooly_metering import actor
 from wooly_metering.core.budgets import Budget
 from wooly_metering.errors import CorrectionError, OvertakenError, PlanError, StatementError
 from wooly_metering.ledger.database import Database, migrate, revert
@@ -575,3 +579,26 @@ def test_impossible_repeats_are_quarantined(ledger, changes, reason):
     ledger.take(event(record(**{"core_ns": CORE, "gpu_ns": CORE, "repeats_core_ns": 1} | changes)))
     (found,) = ledger.reader.quarantined(QuarantineRequest())[0]
     assert reason in found.reason and ledger.reader.entries(EntriesRequest())[0] == []
+
+
+async def test_metering_whose_database_is_away_just_when_it_begins_tries_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(actor, "RETRY_S", 0.01)
+    migrate(f"sqlite:///{tmp_path}/credits.db")
+    database = Database(f"sqlite:///{tmp_path}/credits.db", durable=False)
+    metering = actor.MeteringActor(ServiceApp("metering", "nats://127.0.0.1:1"), database)
+    real, begun = metering.enforcer.begin, []
+
+    async def begin(now_us):
+        begun.append(now_us)
+        if len(begun) == 1:
+            raise OperationalError("SELECT", {}, OSError("the server closed the connection"))
+        await real(now_us)
+
+    monkeypatch.setattr(metering.enforcer, "begin", begin)
+    watching = asyncio.create_task(metering.watch(0.01))
+    while len(begun) < 2:
+        await asyncio.sleep(0.01)
+        assert not watching.done()
+    watching.cancel()
+    await asyncio.wait((watching,))
+    database.close()

@@ -50,6 +50,8 @@ from wooly_metering.ledger.writer import Booked, Writer
 log = logging.getLogger("wooly.metering")
 #: Seconds that a request waits for the last usage of a run.
 SETTLE_S = 2.0
+#: Seconds after which budgets that could not be read are read again.
+RETRY_S = 1.0
 #: Maximum number of rows in one reply, so that the reply fits into a message.
 ROWS = 1000
 
@@ -107,7 +109,12 @@ class MeteringActor:
         """Check the budgets of tenants after their usage is booked, and all budgets every `every_s`, without end. Booking does
         not wait.
         """
-        await self.enforcer.begin(self.now_us())
+        while True:
+            try:
+                await self.enforcer.begin(self.now_us())
+                break
+            except sqlalchemy.exc.SQLAlchemyError as e:
+                await self._later(e)
         looked = time.monotonic()
         while True:
             with contextlib.suppress(TimeoutError):
@@ -118,11 +125,15 @@ class MeteringActor:
             try:
                 await self.enforcer.look(None if everybody else frozenset(spent), self.now_us())
             except sqlalchemy.exc.SQLAlchemyError as e:
-                log.warning("budgets cannot be read: %s; metering tries again", first_line(e))
                 self._spent |= spent
-                await asyncio.sleep(1)
+                await self._later(e)
             if everybody:
                 looked = time.monotonic()
+
+    @staticmethod
+    async def _later(error: sqlalchemy.exc.SQLAlchemyError) -> None:
+        log.warning("budgets cannot be read: %s; metering tries again", first_line(error))
+        await asyncio.sleep(RETRY_S)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
