@@ -186,6 +186,20 @@ async def test_rank_that_completes_does_not_end_the_others(rig):
         assert task.state == "completed" and task.ended_at is not None
 
 
+async def test_cancelled_program_ends_although_a_rank_completes_just_then(rig, monkeypatch):
+    async with rig("a") as r:
+        ranks = await opened(r)
+        before = await r.tasks.gang((await r.tasks.get(ranks[0].session_id)).gang.task_id)
+        await r.close(ranks[0])
+
+        async def just_before(*_):
+            return before
+
+        monkeypatch.setattr(r.desk, "_ranks", just_before)
+        await r.desk.on_cancel_task(TaskRequest(task_id=before[0].gang.task_id))
+        assert [await state(r, s) for s in ranks] == ["completed", "cancelled"]
+
+
 async def test_rank_that_never_asks_is_cancelled_with_the_last_of_the_others(rig):
     async with rig("a") as r:
         ranks = [await r.open(gang=place(rank, 3)) for rank in range(2)]

@@ -21,6 +21,8 @@ from wooly_wis.messages import (
     JobOutput,
     PrioritizeTaskRequest,
     SessionClosed,
+    SessionPolicy,
+    SteerSessionReply,
     SubmitJob,
     TaskChanged,
     TaskRequest,
@@ -534,6 +536,27 @@ async def test_prioritize_waiting_job_moves_it_forward(rig_on):
         assert reply.task.priority == 0
         await r.jobs.round()
         assert await state(r) == "started" and await state(r, "job-0000") == "pending"
+
+
+async def test_job_that_starts_while_it_is_prioritized_runs_in_its_new_class(rig_on, monkeypatch):
+    async with rig_on("a") as r:
+        steered, set_priority = [], r.tasks.set_priority
+
+        async def on_steer(request):
+            steered.append((request.session_id, request.priority))
+            return SteerSessionReply(policy=SessionPolicy(), suspended=False, exclusive=False)
+
+        async def start_and_set(*args):
+            await r.jobs.round()
+            return await set_priority(*args)
+
+        other = ServiceApp("scheduler", r.app.url)
+        other.serve(contracts.SCHEDULER_SESSION_STEER, on_steer)
+        monkeypatch.setattr(r.tasks, "set_priority", start_and_set)
+        await r.jobs.on_submit_job(job(r))
+        async with other.running():
+            await r.desk.on_prioritize_task(PrioritizeTaskRequest(task_id="job-0001", priority=0))
+        assert steered == [("job-0001-1", 0)]
 
 
 @pytest.mark.on_both

@@ -137,8 +137,9 @@ class TaskActor:
         reason = request.reason or "cancelled on request"
         ranks = await self._ranks(request.task_id, request.tenant)
         if ranks:
-            first = next((r for r in ranks if r.state not in ENDED), ranks[0])
-            await self._router.end(first, "cancelled", reason)
+            for rank in ranks:  # the end of one ends the others; one that has just completed ends none
+                if rank.state not in ENDED and await self._router.end(rank, "cancelled", reason):
+                    break
             return await self.on_task(request)
         task = await self._get(request.task_id, request.tenant)
         if task.kind == "job":
@@ -193,6 +194,7 @@ class TaskActor:
             raise RefusedError(
                 "router.task_ended", f"the class of task {task.id} cannot change: the task is already {task.state}"
             )
+        task = await self._tasks.get(task.id) or task  # it may have started meanwhile
         if task.state == "started":
             steer = SteerSessionRequest(session_id=session_of(task), priority=request.priority)
             with contextlib.suppress(BusError):  # it continues in its old class; a new attempt gets the new class
