@@ -126,6 +126,18 @@ def test_turn_of_waiting_session_outlasts_controller_that_does_not_answer(passin
     assert script.asked[1:] == [(True, "s"), (True, "s")]
 
 
+@pytest.mark.parametrize("place", [None, QueuePlace(session_id="s", token="t")], ids=["new", "recovering"])
+def test_turn_of_waiting_session_says_that_its_controller_does_not_answer_for_long(place):
+    script = Script(waits(2), failure("wooly.control", text="no router answers"), queue_s=60.0, place=place)
+    with pytest.raises(QueueTimeoutError, match=r"the controller, which has not answered for \d+ s: no router answers"):
+        script.turn.open()
+    told = [line for line in script.said if "controller" in line]
+    assert told == [
+        f"wooly: the session waits for the controller, which has not answered for {s} s: no router answers"
+        for s in (10, 40)
+    ]
+
+
 def test_turn_that_lost_its_place_asks_anew():
     script = Script(waits(), failure("router.place_lost", retryable=True), waits(session="other"), OPENED)
     script.turn.open()

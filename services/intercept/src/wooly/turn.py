@@ -27,6 +27,8 @@ REPEAT_S = 30.0
 RETRY_S = 1.0
 #: Seconds after the first question of a session without a place in which a question without an answer is repeated.
 UNANSWERED_S = 30.0
+#: Seconds without an answer after which a session with a place says that it waits for the controller.
+SILENT_S = 10.0
 #: Code of the router's refusals while its database does not answer, and of questions without an answer.
 DATABASE_AWAY = "router.database"
 UNANSWERED = "wooly.control"
@@ -112,8 +114,9 @@ class Turn:
         self._new_since = self._since
         self._place = place
         self._wait: SessionWait | None = None
-        #: Why the last question was not answered; None: it was.
+        #: Why the last question was not answered, None: it was; and the time of the last answer.
         self._failure: WoolyError | None = None
+        self._answered = self._since
         self._said = ("", float("-inf"))
 
     def open(self) -> OpenSessionReply:
@@ -154,10 +157,12 @@ class Turn:
                     raise
                 self._place, self._new_since = None, self._clock()
             self._failure = e
-            if e.code == DATABASE_AWAY or self._place is None:
+            if e.code != UNANSWERED:
+                self._answered = self._clock()
+            if e.code == DATABASE_AWAY or self._place is None or self._clock() - self._answered >= SILENT_S:
                 self._tell(e.code)
             return None
-        self._failure = None
+        self._failure, self._answered = None, self._clock()
         if reply.wait is not None:
             self._place = QueuePlace(session_id=reply.session_id, token=reply.token)
             self._wait = reply.wait
@@ -182,6 +187,9 @@ class Turn:
         wait, failure = self._wait, self._failure
         if failure is not None and failure.code == DATABASE_AWAY:
             return _waits_for_database(failure)
+        if failure is not None and self._clock() - self._answered >= SILENT_S:
+            silent_s = self._clock() - self._answered
+            return f"the session waits for the controller, which has not answered for {silent_s:.0f} s: {failure}"
         if wait is None:
             return "the controller did not answer" if failure is None else f"the session is not open yet: {failure}"
         fits = f"; now would start: {wait.would_fit}" if wait.would_fit else ""
