@@ -313,6 +313,15 @@ async def test_program_that_begins_just_after_an_executor_died_waits_until_it_is
             await r.queue(gpu_count=2)
 
 
+async def test_program_that_asks_a_router_that_never_heard_enough_executors_is_refused(rig):
+    """A local stack that is started again with fewer devices. Its database still has the others."""
+    async with rig("a", "b") as r:
+        await r.duties().keep_nodes()
+        r.actor.registry.forget("b")
+        with pytest.raises(RefusedError, match="start more"):
+            await r.queue(gpu_count=2)
+
+
 @pytest.mark.parametrize("how", ["lost", "never asked"])
 async def test_rank_whose_executor_died_shares_one_that_is_left_if_others_run(rig, how):
     """Only the first placement of a program needs all of its devices."""

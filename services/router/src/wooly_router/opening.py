@@ -391,7 +391,7 @@ class Opening:
         if not alive:
             raise await self._none_alive(now)
         count = max(want.gpu_count, task.gang.devices)
-        too_few = await self._too_few(count, alive, now) if count > len(alive) else None
+        too_few = self._too_few(count, alive, now) if count > len(alive) else None
         if too_few is not None and not task.gang.task_id:
             raise too_few
         async with self._world.database.deciding() as s:
@@ -451,17 +451,21 @@ class Opening:
     async def _none_alive(self, now: float) -> RefusedError:
         """Explain that there is no executor. If there was one lately, it may come back, and a session may wait for it."""
         remedy = "start one with `wooly up`, or with `python -m wooly_executor` on a machine that has the device"
-        name, at = max((await self._heard()).items(), key=lambda item: item[1], default=("", 0.0))
+        heard = {g.executor_id: g.last_seen for g in await self._world.nodes.gpus()}
+        heard |= {e.executor_id: self._registry.heard(e.executor_id) or 0.0 for e in self._registry.all()}
+        name, at = max(heard.items(), key=lambda item: item[1], default=("", 0.0))
         if now - at > FORGOTTEN_AFTER_S:
             return RefusedError("router.no_executor", f"no executor is registered; {remedy}", retryable=True)
         why = f"no executor is alive; the last one, {name}, was heard {max(now - at, 0.0):.0f} s ago; {remedy}"
         return TakenError("router.no_executor", why, retryable=True)
 
-    async def _too_few(self, count: int, alive: Collection[str], now: float) -> RefusedError:
+    def _too_few(self, count: int, alive: Collection[str], now: float) -> RefusedError:
         """Explain that there are too few executors. Some may have just died, and come back: a session may wait for them."""
         have = "1 executor is alive" if len(alive) == 1 else f"{len(alive)} executors are alive"
         why = f"{count} devices were requested, but only {have}, with one device each"
-        silent = {n: now - at for n, at in (await self._heard()).items() if n not in alive and now - at <= RETURNS_S}
+        # Not those of the database: a stack that is started again with fewer executors has them, too.
+        known = {e.executor_id: now - (self._registry.heard(e.executor_id) or 0.0) for e in self._registry.all()}
+        silent = {name: s for name, s in known.items() if name not in alive and s <= RETURNS_S}
         if count <= len(alive) + len(silent):
             told = ", ".join([f"{name} was heard {max(s, 0.0):.0f} s ago" for name, s in sorted(silent.items())])
             return TakenError("router.too_few", f"{why}; others may come back: {told}", retryable=True)
@@ -470,14 +474,6 @@ class Opening:
             f"{why}; start more (`wooly up --gpus {count}` for a local stack), or ask for fewer (WOOLYAI_GPU_COUNT)",
             retryable=True,
         )
-
-    async def _heard(self) -> dict[str, float]:
-        """When each executor was last heard, by this router or by another one."""
-        heard = {g.executor_id: g.last_seen for g in await self._world.nodes.gpus()}
-        for executor in self._registry.all():
-            name = executor.executor_id
-            heard[name] = max(heard.get(name, 0.0), self._registry.heard(name) or 0.0)
-        return heard
 
     async def _host_all(
         self,
