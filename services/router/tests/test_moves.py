@@ -634,3 +634,21 @@ async def test_session_that_has_moved_since_it_was_read_ends_where_it_is_and_doe
         else:
             await r.actor.lose_part(before, before.parts[0].executor_id, "it ended there")
             assert (await record(r, opened)).state == "started"
+
+
+async def test_session_that_waits_after_a_loss_outlasts_an_answer_that_is_lost_with_its_router(rig):
+    """It would fail, and its work with it. A new session asks anew."""
+    async with rig("a") as r:
+        await beat(r)
+        opened = await r.open(recovers=True, required_vram=600)
+        await r.actor.lose_part(await record(r, opened), "a", "the connection broke", passing=True)
+        holder = await r.open(required_vram=600)
+        assert (await come_back(r, opened)).wait is not None
+        other = await r.queue(required_vram=600)
+        r.clock.now += 21
+        await beat(r)
+        await renew(r, holder)
+        await r.actor.lapse()
+        assert [(await record(r, s)).state for s in (opened, other)] == ["pending", "failed"]
+        await r.close(holder)
+        assert (await come_back(r, opened)).parts[0].executor_id == "a"

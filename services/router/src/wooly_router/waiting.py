@@ -30,6 +30,9 @@ SOONEST_S = ASK_S / 2
 WAITING: dict[str, object] = {"why": "waiting", "waits": {}, "fitting": 0}
 #: Seconds by which a place's lease is longer than three questions, or than the opening by a router: one answer may take long.
 LEASE_MARGIN_S = 6.0
+#: The same for a session that goes on after the loss of its executor. If its place lapses, it fails, while a new one asks anew. A
+#: router or NATS may be started again while it answers: its client waits for 20 s for the lost answer, and asks again.
+LATE_MARGIN_S = 25.0
 
 
 class SessionQueue:
@@ -47,7 +50,7 @@ class SessionQueue:
 
     async def join(self, s: AsyncSession, task: TaskRecord, token: str) -> None:
         """Give a new session its place: the lease by which its client may ask again."""
-        await self._world.tasks.set_lease(s, Lease(task.id, token, self._clock() + _lease_s(1)))
+        await self._world.tasks.set_lease(s, Lease(task.id, token, self._clock() + 3 * _pause_s(1) + LEASE_MARGIN_S))
 
     async def keep(self, s: AsyncSession, session_id: str, until: float) -> None:
         """Keep a session's place until a time, and for the question of its client after that time."""
@@ -150,11 +153,12 @@ class SessionQueue:
             if known.reason != reason[:4096]:
                 tell_at = None if known.reason.startswith("waits: ") else now
                 await self._world.tasks.note_waiting(s, task.id, WAITING | dict(record), reason, tell_at)
-            await self._world.tasks.set_lease(s, Lease(task.id, token, now + _lease_s(place)))
+            lease_s = 3 * _pause_s(place) + (LATE_MARGIN_S if task.attempt else LEASE_MARGIN_S)
+            await self._world.tasks.set_lease(s, Lease(task.id, token, now + lease_s))
         return OpenSessionReply(
             session_id=task.id,
             token=token,
-            lease_s=_lease_s(place),
+            lease_s=lease_s,
             wait=SessionWait(
                 place=place,
                 length=len(ids),
@@ -182,7 +186,3 @@ def bound(request: OpenSessionRequest, task: TaskRecord) -> OpenSessionRequest:
 
 def _pause_s(place: int) -> float:
     return min(place * ASK_S, MAX_ASK_S)
-
-
-def _lease_s(place: int) -> float:
-    return 3 * _pause_s(place) + LEASE_MARGIN_S
