@@ -14,9 +14,10 @@ from wooly_testkit import forks
 
 from tests.distributed.conftest import Program
 
-pytestmark = pytest.mark.connected
+pytestmark = [pytest.mark.connected, pytest.mark.timeout(900)]
 SCRIPTS = Path(__file__).parent / "scripts"
-TIMEOUT_S = 120
+#: A program of torchrun imports PyTorch in three processes, which takes minutes on a machine that is busy with other work.
+TIMEOUT_S = 400
 EXECUTORS = (({"NODE": "node-a"}, {}), ({"NODE": "node-b"}, {}))
 GONE_ON = "the session goes on in the executor"
 
