@@ -17,12 +17,12 @@ class NatsClient(Client):
 
     The first line of a NATS server is plain text and tells whether the connection uses TLS. An attacker between client and
     server can change that line, and nats-py would then send its credentials without encryption.
+
+    Attributes:
+        votes: JetStream of the connected server decides together with other servers of its cluster.
     """
 
-    @property
-    def votes(self) -> bool:
-        """Whether JetStream of the connected server decides together with other servers of its cluster."""
-        return bool(self._server_info.get("jetstream") and self._server_info.get("cluster"))
+    votes = False
 
     async def close(self) -> None:
         """Close the connection. Its socket is closed also if the rest cannot be sent any more, when nats-py keeps it open."""
@@ -34,6 +34,7 @@ class NatsClient(Client):
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         await super()._process_info(info, initial_connection)
+        self.votes = bool(info.get("jetstream") and info.get("cluster"))
         server = self._current_server
         if initial_connection and server is not None and server.uri.scheme == "tls" and not info.get("tls_required"):
             raise PlainTextError(
