@@ -121,7 +121,7 @@ def recurrent(draw):
     kind = draw.choice((nn.LSTM, nn.GRU, nn.RNN))
     layer = kind(
         3, 6, num_layers=draw.choice((1, 2)), bidirectional=draw.random() < 0.4, bias=draw.random() < 0.8,
-        batch_first=kind is nn.LSTM and draw.random() < 0.5,
+        batch_first=draw.random() < 0.5,
     )  # fmt: skip
     return Call(lambda part, x: part(x)[0], layer), (torch.randn(draw.choice((1, 3, 4)), draw.choice((1, 5)), 3),)
 

@@ -113,7 +113,18 @@ def test_gradient_of_an_operator_is_valid():
     verify_program(
         program((extern(Operand(Role.IN, V), Operand(Role.IN, V), Operand(Role.OUT, V), **GRADIENT), 0, 1, 2))
     )
-    verify_program(program((extern(Operand(Role.IN, V), Operand(Role.OUT, V), wanted=(OperandRef(0),)), 0, 1)))
+    for attrs in ({}, {"no_grad": True}):
+        form = extern(Operand(Role.IN, V), Operand(Role.OUT, V), wanted=(OperandRef(0),), **attrs)
+        verify_program(program((form, 0, 1)))
+
+
+@pytest.mark.parametrize("attrs", [{"no_grad": True}, {"no_grad": False, "wanted": (OperandRef(0),)}])
+def test_invalid_no_grad_is_refused(attrs):
+    with pytest.raises(VerifyError, match="no_grad must be true"):
+        verify_program(program((extern(Operand(Role.IN, V), Operand(Role.OUT, V), **attrs), 0, 1)))
+    with pytest.raises(VerifyError, match="no_grad must be true"):
+        form = extern(Operand(Role.IN, V), Operand(Role.IN, V), Operand(Role.OUT, V), no_grad=True, **GRADIENT)
+        verify_program(program((form, 0, 1, 2)))
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,24 @@ def test_convolution_1d_of_permuted_tensors_result_has_strides_of_cpu(cuda, leng
         assert torch.equal(ours.cpu(), theirs)
 
 
+def test_gradients_of_transposed_convolution_with_empty_result_are_zeros(cuda):
+    x, weight = [torch.ones(sizes, device=cuda, requires_grad=True) for sizes in ((2, 3, 1), (3, 4, 2))]
+    bias = torch.ones(4, device=cuda, requires_grad=True)
+    result = F.conv_transpose1d(x, weight, bias, padding=1)
+    assert result.shape == (2, 4, 0)
+    result.sum().backward()
+    for t in (x, weight, bias):
+        assert t.grad.shape == t.shape
+        assert not t.grad.any()
+
+
+def test_gradient_of_another_shape_than_a_transposed_convolution_is_refused(cuda):
+    x, weight, grad = [torch.ones(sizes, device=cuda) for sizes in ((2, 3, 1), (3, 4, 2), (2, 4, 1))]
+    given = (grad, x, weight, [4], [1], [1], [1], True, [0], 1, [True] * 3)
+    with pytest.raises(RuntimeError, match=r"grad_output must have shape \[2, 4, 0\]"):
+        torch.ops.aten.convolution_backward(*given)[0].cpu()
+
+
 @pytest.mark.parametrize("dims", [2, 3])
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular", "constant"])
 def test_padding_of_channels_last_tensor_and_its_gradient_have_strides_of_cpu(cuda, dims, mode):

@@ -200,6 +200,31 @@ def test_recurrent_network_equals_cpu(cuda, make, options):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("make", [nn.GRU, nn.RNN, nn.LSTM, nn.Linear])
+@pytest.mark.parametrize("bias", [True, False])
+def test_layer_without_gradients_multiplies_as_its_weights_require_them(cuda, mode, make, bias):
+    torch.manual_seed(0)
+    # The layer sees a sequence whose strides permit no view as a matrix. The CPU's LSTM is another operator in float32.
+    options, dtype = ({}, torch.float32) if make is nn.Linear else ({"batch_first": True}, torch.float64)
+    local = make(33, 64, bias=bias, dtype=dtype, **options)
+    sequence = torch.randn(3, 20, 33, dtype=dtype)
+    found = []
+    for where in ("cpu", cuda):
+        net, x = copy.deepcopy(local).to(where), sequence.to(where)
+        x = x.transpose(0, 1) if make is nn.Linear else x
+        results = []
+        with mode():
+            for required in (False, True, True):
+                net.requires_grad_(required)
+                y = net(x)
+                results.append(y if make is nn.Linear else y[0])
+        assert not any(r.requires_grad for r in results)
+        found.append([r.cpu() for r in results])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert not torch.equal(found[0][0], found[0][1])  # else this test compares nothing
+
+
 @pytest.mark.parametrize("make", [nn.GRU, nn.RNN])
 def test_recurrent_network_forward_and_backward_are_one_instruction_each(cuda, recorded, make):
     net = make(4, 6, num_layers=2, bidirectional=True).to(cuda)

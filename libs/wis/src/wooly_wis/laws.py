@@ -50,7 +50,10 @@ BASE: dict[str, BaseOpcode] = {
     "extern": BaseOpcode(
         None,
         frozenset(
-            {"args", "conj", "deterministic", "flags", "kwargs", "name", "neg", "rng", "scalars", "vjp", "wanted"}
+            {
+                *("args", "conj", "deterministic", "flags", "kwargs", "name", "neg", "no_grad"),
+                *("rng", "scalars", "vjp", "wanted"),
+            }
         ),
         "calls an operator of the device's library from the allow-list, or an operator of an extension library that the "
         "executor offers; `alpha` of a sum or a difference may be an operand without dimensions; "
@@ -58,6 +61,7 @@ BASE: dict[str, BaseOpcode] = {
         "so that a replay draws the same numbers; the operator reads the operands in `conj` conjugated and the operands in "
         "`neg` negated; `wanted` lists operands that need gradients (a library may choose its kernels by this list); with "
         "`vjp` (gradients of the operator's results), the instruction returns the gradients of `wanted`, not the results; "
+        "with `no_grad`, the operator runs without gradients although `wanted` need them; "
         "with `deterministic`, the library must use an algorithm that gives the same bits at each run; only operators that "
         "have several algorithms may have this attribute; `flags` say what the script asked of the device's libraries",
     ),
@@ -265,7 +269,9 @@ def _reading_well_formed(form: Form) -> str | None:
 
 
 def _vjp_well_formed(form: Form) -> str | None:
-    wanted, grads = form.attr("wanted"), form.attr("vjp")
+    wanted, grads, no_grad = form.attr("wanted"), form.attr("vjp"), form.attr("no_grad")
+    if no_grad is not None and not (no_grad is True and wanted is not None and grads is None):
+        return "no_grad must be true, and needs the attribute wanted without vjp"
     if wanted is None:
         return None if grads is None else "vjp needs the attribute wanted"
     if not isinstance(wanted, tuple) or not wanted:

@@ -101,13 +101,44 @@ c10::OperatorHandle operator_of(const char* name, const char* overload) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
 }
 
+// Whether a tensor can be viewed as a matrix with the last dimension as columns. `aten.matmul` checks the same.
+bool folds(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
+  for (size_t i = 0; i + 2 < sizes.size(); ++i) {
+    if (strides[i] != strides[i + 1] * sizes[i + 1]) {
+      return false;
+    }
+  }
+  return true;
+}
+
+bool folds(const at::Tensor& t) { return folds(t.sizes(), t.strides()); }
+
+// Whether the library's choice of a product depends on whether a weight requires gradients (`wooly.kernels.folding`).
+bool depends_on_gradients(Facts::Product product, const Stack& stack) {
+  if (product == Facts::kLinear) {
+    const at::Tensor& weight = torch::jit::peek(stack, 1, 3).toTensor();
+    return weight.defined() && weight.requires_grad() && !folds(torch::jit::peek(stack, 0, 3).toTensor());
+  }
+  constexpr size_t n = 9;
+  const auto params = torch::jit::peek(stack, 2, n).toTensorVector();
+  if (std::none_of(params.begin(), params.end(), [](const at::Tensor& p) { return p.defined() && p.requires_grad(); })) {
+    return false;
+  }
+  const at::Tensor& x = torch::jit::peek(stack, 0, n).toTensor();
+  if (x.dim() != 3) {
+    return false;
+  }
+  return torch::jit::peek(stack, 8, n).toBool() ? x.stride(1) != x.stride(0) * x.size(0) : !folds(x);
+}
+
 class Kernel final : public c10::OperatorKernel {
  public:
   Kernel(Facts facts, c10::SafeKernelFunction python) : facts_(std::move(facts)), python_(std::move(python)) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
     // Some kernels in Python make of a traced call what a tracer can record.
-    if (!enabled.load(std::memory_order_relaxed) || torch::jit::tracer::isTracing()) {
+    if (!enabled.load(std::memory_order_relaxed) || torch::jit::tracer::isTracing() ||
+        (facts_.product != Facts::kNone && depends_on_gradients(facts_.product, *stack))) {
       python_.callBoxed(op, keys, stack);
       return;
     }
@@ -256,7 +287,7 @@ class LinearKernel final : public c10::OperatorKernel {
     }
     if (plain && gradients && !c10::GradMode::is_enabled()) {
       // ATen's choice of the product depends on whether the weight requires gradients also without gradients.
-      gradients = torch::jit::peek(*stack, 1, 3).toTensor().requires_grad() && !folds(torch::jit::peek(*stack, 0, 3).toTensor());
+      gradients = depends_on_gradients(Facts::kLinear, *stack);
     }
     if (!plain) {
       python_.callBoxed(op, keys, stack);
@@ -268,17 +299,6 @@ class LinearKernel final : public c10::OperatorKernel {
   }
 
  private:
-  // Whether a tensor can be viewed as a matrix with the last dimension as columns. `aten.matmul` checks the same.
-  static bool folds(const at::Tensor& t) {
-    auto sizes = t.sizes(), strides = t.strides();
-    for (size_t i = 0; i + 2 < sizes.size(); ++i) {
-      if (strides[i] != strides[i + 1] * sizes[i + 1]) {
-        return false;
-      }
-    }
-    return true;
-  }
-
   c10::SafeKernelFunction python_;
 };
 
@@ -520,6 +540,12 @@ PyObject* register_kernel(PyObject*, PyObject* args) {
   facts.factory = std::none_of(declared.begin(), declared.end(), [](const c10::Argument& a) {
     return a.type()->isSubtypeOf(*c10::TensorType::get());
   });
+  if (schema.name() == "aten::linear") {
+    facts.product = Facts::kLinear;
+  } else if (schema.overload_name() == "input" &&
+             (schema.name() == "aten::gru" || schema.name() == "aten::rnn_tanh" || schema.name() == "aten::rnn_relu")) {
+    facts.product = Facts::kRecurrent;
+  }
   facts.counts_changes = writes && schema.name().rfind("aten::_foreach_", 0) == 0;
   const auto key = c10::parseDispatchKey(place);
   put(op, key, std::make_unique<Kernel>(std::move(facts), op.getComputedKernelForDispatchKey(key)));

@@ -55,6 +55,8 @@ struct Facts {
   bool list_return = false;     // whether the result is a list of tensors
   bool factory = false;         // whether calls have no tensors
   bool counts_changes = false;  // whether the kernel counts the changes of the lists that the operator writes
+  // Whether the operator multiplies with weights, and the library chooses the product by whether they require gradients.
+  enum Product { kNone, kLinear, kRecurrent } product = kNone;
   size_t keyword_from = 0;      // position of the first keyword-only argument
 };
 

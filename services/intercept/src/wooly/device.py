@@ -25,6 +25,7 @@ from wooly.interned_forms import Forms
 from wooly.kernels import (
     attention,
     backend,
+    folding,
     indexing,
     jagged,
     layers,
@@ -368,7 +369,7 @@ class RegisteredDevice:
         """Register the operators that are recorded as one instruction although PyTorch would decompose them."""
         convolve = layers.flagged_convolution(partial(self.generic.kernel, aten.convolution.default))
         library.impl("_convolution", convolve, "PrivateUse1", allow_override=True)
-        record_linear = self.generic.kernel(aten.linear.default)
+        record_linear = folding.linear(self.generic.kernel(aten.linear.default))
         library.impl("linear", record_linear, "PrivateUse1")
         self._generic_ops.append(aten.linear.default)
         library.impl("linear", layers.linear(record_linear), "AutogradPrivateUse1")
@@ -392,7 +393,7 @@ class RegisteredDevice:
             if whole.takes_host_tensor:
                 library.impl(short_name(op), whole, "PrivateUse1")
                 continue
-            library.impl(short_name(op), self.generic.kernel(op), "PrivateUse1")
+            library.impl(short_name(op), whole.record, "PrivateUse1")
             self._generic_ops.append(op)
             self._whole_ops.append(op)
 

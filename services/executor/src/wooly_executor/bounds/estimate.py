@@ -54,7 +54,7 @@ def work_of_call(call: LibraryCall, form: Form) -> Work:
         work = of_sparse(given)
     else:
         work = of_extension(f"{call.op.namespace}.{name}", given)
-    return work.times(WITH_GRADIENTS) if form.attr("wanted") is not None else work
+    return work.times(WITH_GRADIENTS) if form.attr("wanted") is not None and form.attr("no_grad") is None else work
 
 
 def _by_family(name: str, given: Given) -> Work:

@@ -193,10 +193,13 @@ class Gradients:
         wanted: operands whose gradients are wanted.
         given: per result of the operator, the operand with its gradient. None for the whole: the instruction asks for the
             results.
+        enabled: whether the operator runs with gradients enabled. If not, `wanted` only tells it which operands need gradients:
+            `matmul` chooses its product by this.
     """
 
     wanted: tuple[int, ...]
     given: tuple[int | None, ...] | None
+    enabled: bool = True
 
 
 def gradients_of(form: Form) -> Gradients | None:
@@ -207,6 +210,7 @@ def gradients_of(form: Form) -> Gradients | None:
     return Gradients(
         tuple([w.index for w in wanted if isinstance(w, OperandRef)]),
         tuple([g.index if isinstance(g, OperandRef) else None for g in given]) if isinstance(given, tuple) else None,
+        form.attr("no_grad") is None,
     )
 
 
@@ -225,7 +229,7 @@ def readings(form: Form) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
 
 
 def differentiate(call: Callable[[list[Tensor]], Any], operands: list[Tensor], gradients: Gradients) -> Any:
-    """Call an operator with autograd enabled, and return its results, or the gradients that flow back from given ones.
+    """Call an operator on operands that need gradients, and return its results, or the gradients that flow back from given ones.
 
     A gradient to which nothing flows is zero.
 
@@ -234,7 +238,7 @@ def differentiate(call: Callable[[list[Tensor]], Any], operands: list[Tensor], g
         operands: the operands that are read.
         gradients: the gradients that the instruction asks for.
     """
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.set_grad_enabled(gradients.enabled):
         # A tensor made in inference mode cannot be part of a graph, but a new tensor on its storage can.
         own = [
             torch.empty(0, dtype=t.dtype, device=t.device).set_(

@@ -318,7 +318,7 @@ class Generic:
         Returns:
             A function of: args; kwargs; index among the distinct tensors, for each tensor argument; indices of the distinct
             tensors that require a gradient; gradients of the results, to compute the gradients of the arguments, or None to
-            compute the results; seed and offset of the random numbers, or None.
+            compute the results; seed and offset of the random numbers, or None; whether to compute the results without gradients.
         """
         head: Any = op
         asked: tuple[str, ...] = ()
@@ -338,8 +338,9 @@ class Generic:
             wanted: tuple[int, ...],
             grads: tuple[Tensor | None, ...] | None,
             drawn: tuple[int, int] | None,
+            no_grad: bool = False,
         ) -> list[Tensor]:
-            key: list[Any] = [head, "differentiated", places, wanted, grads is None]
+            key: list[Any] = [head, "differentiated", places, wanted, grads is None, no_grad]
             buffers: list[int] = []
             params: list[Any] = []
             try:
@@ -358,7 +359,7 @@ class Generic:
             if plan is None:
                 call = Call(args, kwargs)
                 on = self._recorder_of(buffers, call)
-                plan, alerts = self._builder.differentiated(facts, call, on, places, wanted, grads, asked)
+                plan, alerts = self._builder.differentiated(facts, call, on, places, wanted, grads, asked, no_grad)
                 if not alerts:
                     plans[signature] = plan
             recorder = plan.recorder

@@ -44,10 +44,6 @@ def linear(record: Kernel) -> Kernel:
             return decompose(x, weight, bias)
         if has_tangents((x, weight) if bias is None else (x, weight, bias)):
             return decompose(x, weight, bias)
-        if weight.requires_grad and not _folds(x):
-            return decompose(
-                x, weight, bias
-            )  # ATen's choice of the product depends on `requires_grad` also without gradients
         if x.is_complex() or x.is_neg() or weight.is_neg() or (bias is not None and bias.is_neg()):
             return decompose(x, weight, bias)  # conjugate and negative views are not resolved yet
         if is_zero_tensor(x) or is_zero_tensor(weight) or (bias is not None and is_zero_tensor(bias)):
@@ -55,12 +51,6 @@ def linear(record: Kernel) -> Kernel:
         return record(x, weight, bias)
 
     return run
-
-
-def _folds(x: Tensor) -> bool:
-    """Whether the strides permit a view as a matrix with the last dimension as columns. `aten.matmul` checks the same."""
-    sizes, strides = x.shape, x.stride()
-    return all(strides[i] == strides[i + 1] * sizes[i + 1] for i in range(len(sizes) - 2))
 
 
 def convolution(record: Kernel) -> Kernel:

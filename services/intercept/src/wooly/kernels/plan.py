@@ -171,6 +171,7 @@ class PlanBuilder:
         wanted: tuple[int, ...],
         grads: tuple[Tensor | None, ...] | None,
         flags: tuple[str, ...],
+        no_grad: bool,
     ) -> tuple[CallPlan, bool]:
         """Build the plan for a call with gradients. Returns also whether the call warned that it is not deterministic.
 
@@ -182,6 +183,7 @@ class PlanBuilder:
             wanted: indices of the distinct tensors that require a gradient.
             grads: gradients of the results, to compute the gradients of the arguments; None: compute the results.
             flags: the flags that the operator follows.
+            no_grad: compute the results without gradients. The operator sees that tensors require them.
         """
         on = self._determinism.mode.on
         alerts = on and grads is None and alert(facts, call)
@@ -197,6 +199,8 @@ class PlanBuilder:
 
         attrs: dict[str, Attr] = {k: placed(v) for k, v in form.attrs}
         attrs["wanted"] = tuple([OperandRef(k) for k in wanted])
+        if no_grad:
+            attrs["no_grad"] = True
         outs = tuple([self._out(t) for t in infer_differentiated(facts, call, places, wanted, grads)])
         if grads is not None:
             refs: list[Attr] = []

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wooly.kernels import cells
+from wooly.kernels import cells, folding
 from wooly.kernels.generic import Generic
 from wooly.kernels.schema import host_tensor_at
 from wooly.torch_private import (
@@ -72,7 +72,9 @@ class Whole:
     """
 
     def __init__(self, generic: Generic, op: OpOverload) -> None:
-        self.record = generic.kernel(op)
+        self._record = generic.kernel(op)
+        #: Records a call without gradients.
+        self.record = self._record_with_flags if op in folding.RECURRENT else self._record
         self.differentiated = generic.differentiated(op)
         self.generator_of = generic.generator_of
         self._host_at = host_tensor_at(op)
@@ -87,6 +89,16 @@ class Whole:
         return any(
             n.startswith("dropout") and isinstance(a, float) and a > 0 for n, a in zip(names, args, strict=False)
         )
+
+    def _record_with_flags(self, *args: Any) -> Any:
+        """Record a call of a recurrent layer without gradients. If the results depend on it, tell which tensors require them."""
+        if not folding.depends_on_gradients(args):
+            return self._record(*args)
+        tensors = [a for a in _flatten(args, {})[0] if isinstance(a, Tensor)]
+        places, distinct = _distinct(tensors)
+        wanted = tuple([k for k, i in enumerate(distinct) if tensors[i].requires_grad])
+        drawn = self.generator_of(tensors).draw() if self.random else None
+        return tuple(self.differentiated(args, {}, places, wanted, None, drawn, no_grad=True))
 
     def decompose(self, *args: Any, **kwargs: Any) -> Any:
         """Call the operators into which this operator decomposes."""
@@ -155,6 +167,13 @@ def _restored(leaves: Sequence[Any], spec: Spec) -> tuple[tuple[Any, ...], dict[
     return tuple(found[:n]), dict(zip(names, found[n:], strict=True))
 
 
+def _distinct(tensors: list[Tensor]) -> tuple[tuple[int, ...], list[int]]:
+    """Return each tensor's index among the distinct tensors, and the position where each distinct tensor occurs first."""
+    ranks: dict[int, int] = {}
+    places = tuple([ranks.setdefault(id(t), len(ranks)) for t in tensors])
+    return places, [places.index(k) for k in range(len(ranks))]
+
+
 class _WholeCall(torch.autograd.Function):
     """Autograd function for one call of a `Whole` operator."""
 
@@ -164,9 +183,8 @@ class _WholeCall(torch.autograd.Function):
         at = [i for i, a in enumerate(leaves) if isinstance(a, Tensor)]
         tensors = [leaves[i] for i in at]
         # A tensor that is passed twice has one gradient. It is returned at the first position of the tensor.
-        ranks: dict[int, int] = {}
-        places = tuple([ranks.setdefault(id(t), len(ranks)) for t in tensors])
-        distinct = [at[places.index(k)] for k in range(len(ranks))]
+        places, firsts = _distinct(tensors)
+        distinct = [at[i] for i in firsts]
         needs = ctx.needs_input_grad
         wanted = [i for i in distinct if needs[2 + i]]
         ranked = tuple([k for k, i in enumerate(distinct) if needs[2 + i]])

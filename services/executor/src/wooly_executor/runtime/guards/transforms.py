@@ -41,7 +41,14 @@ def _convolved(given: Arguments) -> None:
     for name in ("stride", "padding", "dilation", "output_padding"):
         require(len(given[name]) in (1, dims), f"{name} must have 1 or {dims} elements")
         require(all(n >= 0 for n in given[name]), f"{name} must not be negative")
-    require_shape(given, "grad_output", results_of(aten.convolution.default, given, bias=None)[0].shape)
+    padding = given["padding"]
+    if not given["transposed"]:
+        sizes = results_of(aten.convolution.default, given, bias=None)[0].shape
+    else:  # the meta kernel refuses an empty result, which only the padding can make; the library computes it
+        whole = results_of(aten.convolution.default, given, bias=None, padding=[0] * dims)[0].shape
+        cut = padding if len(padding) == dims else [*padding] * dims
+        sizes = [*whole[:2], *[n - 2 * p for n, p in zip(whole[2:], cut, strict=True)]]
+    require_shape(given, "grad_output", sizes)
 
 
 def _has_multiple(given: Arguments) -> None:
