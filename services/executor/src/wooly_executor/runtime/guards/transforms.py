@@ -43,7 +43,7 @@ def _convolved(given: Arguments) -> None:
         require(all(n >= 0 for n in given[name]), f"{name} must not be negative")
     padding = given["padding"]
     if not given["transposed"]:
-        sizes = results_of(aten.convolution.default, given, bias=None)[0].shape
+        sizes = list(results_of(aten.convolution.default, given, bias=None)[0].shape)
     else:  # the meta kernel refuses an empty result, which only the padding can make; the library computes it
         whole = results_of(aten.convolution.default, given, bias=None, padding=[0] * dims)[0].shape
         cut = padding if len(padding) == dims else [*padding] * dims
