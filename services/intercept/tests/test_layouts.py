@@ -78,6 +78,25 @@ def test_gradients_of_transposed_convolution_with_empty_result_are_zeros(cuda):
         assert not t.grad.any()
 
 
+@pytest.mark.parametrize("shape", [(0, 12, 4, 4), (2, 12, 0, 4)])
+def test_shuffles_of_empty_tensors_have_shapes_of_other_tensors(cuda, shape):
+    """As on CUDA. The CPU's `pixel_unshuffle` returns empty tensors in the shape of its input."""
+    x = torch.ones(shape, device=cuda, requires_grad=True)
+    for shuffle, expected in (
+        (F.pixel_shuffle, (shape[0], 3, shape[2] * 2, 8)),
+        (F.pixel_unshuffle, (shape[0], 48, shape[2] // 2, 2)),
+    ):
+        y = shuffle(x, 2)
+        assert y.shape == expected
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        torch.cuda.synchronize()
+        assert grad.shape == shape
+    out = torch.empty(0, device=cuda)
+    torch.ops.aten.pixel_unshuffle.out(x.detach(), 2, out=out)
+    torch.cuda.synchronize()
+    assert out.shape == (shape[0], 48, shape[2] // 2, 2)
+
+
 def test_gradient_of_another_shape_than_a_transposed_convolution_is_refused(cuda):
     x, weight, grad = [torch.ones(sizes, device=cuda) for sizes in ((2, 3, 1), (3, 4, 2), (2, 4, 1))]
     given = (grad, x, weight, [4], [1], [1], [1], True, [0], 1, [True] * 3)

@@ -34,6 +34,7 @@ from wooly_executor.runtime.guards import (
     quantisation,
     segments,
     selection,
+    shuffles,
     transforms,
     vision,
 )
@@ -63,6 +64,7 @@ LAWS: dict[str, ArgumentLaw] = {
     **polynomials.LAWS,
     **quantisation.LAWS,
     **selection.LAWS,
+    **shuffles.LAWS,
     **transforms.LAWS,
 }
 
