@@ -4,7 +4,7 @@
 inputs and gradients, the dtype, frozen parameters, the mode and the number of steps are drawn, too.
 
 Left out is what PyTorch computes otherwise on CUDA than on a CPU: attention in float64, gradients of group norms of channels-last
-tensors, `grid_sample` in half precision, random layers, and GRU and RNN with the batch first.
+tensors, `grid_sample` in half precision, and random layers.
 
 Run: python layers.py --seeds 0:1000 [--minutes 5]
 It starts an executor. The last line tells how many layers were compared and how many differ.

@@ -81,7 +81,8 @@ class Whole:
         self.takes_host_tensor = self._host_at is not None
         self.random = torch.Tag.nondeterministic_seeded in op.tags
         self._op = op
-        self._on_cpu = generic.on_cpu if op in SMALL else None
+        self._on_cpu = generic.on_cpu
+        self._small = op in SMALL
 
     def drops(self, args: tuple[Any, ...]) -> bool:
         """Whether a call uses dropout."""
@@ -91,10 +92,15 @@ class Whole:
         )
 
     def _record_with_flags(self, *args: Any) -> Any:
-        """Record a call of a recurrent layer without gradients. If the results depend on it, tell which tensors require them."""
+        """Record a call of a recurrent layer without gradients. If the results depend on it, tell which tensors require them.
+
+        On GPUs, cuDNN computes the layer. It does not ask for gradients.
+        """
         if not folding.depends_on_gradients(args):
             return self._record(*args)
         tensors = [a for a in _flatten(args, {})[0] if isinstance(a, Tensor)]
+        if not self._on_cpu(tensors):
+            return self._record(*args)
         places, distinct = _distinct(tensors)
         wanted = tuple([k for k, i in enumerate(distinct) if tensors[i].requires_grad])
         drawn = self.generator_of(tensors).draw() if self.random else None
@@ -128,7 +134,7 @@ class Whole:
             tensors = [a for a in leaves if isinstance(a, Tensor)]
         if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
             return self.record(*args, **kwargs)
-        if self._on_cpu is not None and self._on_cpu(tensors):
+        if self._small and self._on_cpu(tensors):
             return self.decompose(*args, **kwargs)
         return _WholeCall.apply(self, spec, *leaves)  # type: ignore[no-untyped-call]
 
