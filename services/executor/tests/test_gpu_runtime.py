@@ -1109,6 +1109,19 @@ def test_graphs_weights_of_layers_get_no_home(gpu, driver):
     assert addresses == at and not driver.captures
 
 
+def test_graphs_stop_to_seek_homes_where_there_are_none(gpu, monkeypatch):
+    """As in a loop whose inputs all move: each comparison costs time."""
+    monkeypatch.setattr("wooly_executor.runtime.homes.SOUGHT", 5)
+    monkeypatch.setattr("wooly_executor.runtime.homes.STRAYS", 0)
+    program, params, x, w, _ = rows(*BIG)
+    prepared, session, held = gpu.ready(program).prepared, Session(gpu), []
+    weights = Buffer(4 * 160 * 160, torch.randn(160, 160) / 12)
+    for _ in range(40):
+        session.run(prepared, params, {x: at_new_address(torch.randn(*BIG), held), w: weights}, keep=[w])
+    (stretch,) = [s for found in prepared.stretches.values() for s in found]
+    assert stretch.homes.given_up and stretch.homes._sought == 5
+
+
 def test_homes_are_given_back_with_their_program(gpu, driver):
     program, params, x, w, _ = rows(*BIG)
     prepared, session, held = gpu.ready(program).prepared, Session(gpu), []

@@ -133,6 +133,11 @@ class Homes:
         """Return the homes of these inputs."""
         return self._known.get(where, [])
 
+    @property
+    def given_up(self) -> bool:
+        """Whether no more homes are made: there are enough, or many runs have shown no input that could get one."""
+        return self._sought >= SOUGHT or len(self._known) >= MOST
+
     def seek(self, key: Key, others: OrderedDict[Key, Key], may: set[int], fixed: int) -> Stray | None:
         """Return the inputs of a run that should get a home: those by which its key differs from the most similar recent one.
 
@@ -142,7 +147,7 @@ class Homes:
             may: the places of the inputs that may get a home.
             fixed: number of addresses at the beginning of a key.
         """
-        if not may or self._sought >= SOUGHT or len(self._known) >= MOST:
+        if not may:
             return None
         self._sought += 1
         best: list[int] = []

@@ -204,7 +204,7 @@ class Stretch:
         """Return the large inputs of a run that should get a home (see `homes`)."""
         session = _number_of(frame.buffers)
         first = self.firsts.get(session) if session is not None else None
-        if not self.large or first is None:
+        if not self.large or first is None or self.homes.given_up:
             return None
         may = {
             place
