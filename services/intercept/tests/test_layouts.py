@@ -260,6 +260,16 @@ def test_remainder_of_integers_with_dimension_of_size_one_is_inferred(cuda):
     assert torch.equal((x.to(cuda) % x.to(cuda).flip(1)).cpu(), x % x.flip(1))
 
 
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_encoder_layer_without_gradients_makes_contiguous_results_of_permuted_tensors(cuda, norm_first):
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=norm_first).eval()
+    x = torch.randn(5, 2, 8).transpose(0, 1)
+    with torch.no_grad():
+        expected, found = layer(x), layer.to("cuda")(x.to("cuda"))
+    assert found.stride() == expected.stride() == (40, 8, 1)
+    assert torch.equal(found.view(10, 8).cpu(), expected.view(10, 8))
+
+
 def test_layer_norm_gradient_is_contiguous_for_permuted_gradient(cuda):
     found = []
     for where in ("cpu", cuda):

@@ -132,6 +132,7 @@ _CONTIGUOUS = frozenset(
             "aten.native_layer_norm.default",
             "aten.native_layer_norm_backward.default",
             "aten.mse_loss_backward.default",
+            "aten._transformer_encoder_layer_fwd.default",
         ),
         "aten.pow.Scalar",
     }
