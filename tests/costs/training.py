@@ -1,7 +1,7 @@
 """Training steps of a Llama-shaped model on an executor with the tests' fake GPU: how much of a step is in graphs.
 
-A step is a forward pass under autocast, a backward pass and AdamW, as in `bench/gpu.py`. Nothing here was measured on a GPU, but
-which runs are equal for a graph depends on the order of allocations, which is that of a GPU.
+A step is a forward pass under autocast, a backward pass and AdamW, as in `bench/gpu.py`. Nothing here was measured on a GPU.
+Which runs are equal for a graph depends on the addresses of tensors: here they are those of this machine's allocator.
 
 Run: .venv/bin/python -m tests.costs.training [--steps N] [--no-graphs] [--json]
 """
