@@ -86,18 +86,19 @@ def _loop(runtime: Runtime | None = None) -> DeviceLoop:
 
 
 @contextlib.contextmanager
-def client() -> Iterator[None]:
-    """Attach "cuda" to an executor in a thread of this process. No timer sends programs."""
+def attached(loop: DeviceLoop, **how: Any) -> Iterator[None]:
+    """Attach "cuda" to a device, whose loop runs in a thread of this process. No timer sends programs.
+
+    `how`: further arguments of `api.attach`.
+    """
     with tempfile.TemporaryDirectory(prefix="wooly-costs-") as folder:
-        loop = _loop()
         endpoint = loop.listen(Endpoint.parse(f"unix://{folder}/x.sock"))
         thread = threading.Thread(target=loop.run)
         thread.start()
         try:
             loop.call(lambda: loop.sessions.open("client", SharedPass(TOKEN), None)).result()
-            api.attach([str(endpoint)], "client", TOKEN, flush_instructions=1 << 12, flush_interval_s=3600)
+            api.attach([str(endpoint)], "client", TOKEN, flush_interval_s=3600, **how)
             api.install_facade()
-            api._attached.link.connection.channel._busy = None  # the number of looks for an answer depends on the time
             try:
                 yield
             finally:
@@ -105,6 +106,14 @@ def client() -> Iterator[None]:
         finally:
             loop.stop()
             thread.join()
+
+
+@contextlib.contextmanager
+def client() -> Iterator[None]:
+    """Attach "cuda" to an executor in this process, in such a way that each run costs the same."""
+    with attached(_loop(), flush_instructions=1 << 12):
+        api._attached.link.connection.channel._busy = None  # the number of looks for an answer depends on the time
+        yield
 
 
 def _warm(work: Callable[[], Any]) -> Callable[[], Any]:

@@ -9,11 +9,8 @@ Run: .venv/bin/python -m tests.costs.training [--steps N] [--no-graphs] [--json]
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import json
-import tempfile
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,9 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from wooly import api
-from wooly_bus.channel import Endpoint
-from wooly_bus.channel.token import SharedPass
 from wooly_executor.collector import Collector
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.runtime.frame import Frame, Step
@@ -33,7 +27,7 @@ from wooly_executor.runtime.replays import Captured
 from wooly_executor.runtime.stretches import FREE_OF_WORK
 
 from tests.costs.llama import HIDDEN, TOKENS, fake_gpu, layer, weights
-from tests.costs.operations import GIB, TOKEN
+from tests.costs.operations import GIB, attached
 
 LAYERS, WORDS = 4, 64
 
@@ -71,27 +65,6 @@ def _calls(prepared: PreparedProgram, begin: int, end: int) -> int:
     return sum(not isinstance(prepared.traces[k], FREE_OF_WORK) for k in range(bounds[begin], bounds[end]))
 
 
-@contextlib.contextmanager
-def attached(*, graphs: bool) -> Iterator[None]:
-    """Attach "cuda" to an executor on the fake GPU, in a thread of this process. No timer sends programs."""
-    with tempfile.TemporaryDirectory(prefix="wooly-costs-") as folder:
-        loop = DeviceLoop(fake_gpu(graphs=graphs), memory=GIB, collector=Collector())
-        endpoint = loop.listen(Endpoint.parse(f"unix://{folder}/x.sock"))
-        thread = threading.Thread(target=loop.run)
-        thread.start()
-        try:
-            loop.call(lambda: loop.sessions.open("client", SharedPass(TOKEN), None)).result()
-            api.attach([str(endpoint)], "client", TOKEN, flush_interval_s=3600)
-            api.install_facade()
-            try:
-                yield
-            finally:
-                api.disable()
-        finally:
-            loop.stop()
-            thread.join()
-
-
 def trainer() -> tuple[Callable[[], Tensor], list[Tensor]]:
     """Return a training step, which returns the loss, and the parameters. A client must be attached."""
     torch.manual_seed(0)
@@ -126,7 +99,7 @@ def trainer() -> tuple[Callable[[], Tensor], list[Tensor]]:
 def train(steps: int, *, graphs: bool = True, every: int = 20) -> Iterator[tuple[int, Counter[str], list[Tensor]]]:
     """Train, and yield the number of steps so far, the library calls since the last time, and the parameters on the host."""
     counted = Counted()
-    with attached(graphs=graphs):
+    with attached(DeviceLoop(fake_gpu(graphs=graphs), memory=GIB, collector=Collector())):
         counted.install()
         try:
             step, parameters = trainer()

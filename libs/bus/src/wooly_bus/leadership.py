@@ -41,7 +41,8 @@ class Leadership:
     """Tries to become and stay the leader of `role` while `run` runs.
 
     Without JetStream, and if that of a single server fails for long, every process leads and does the work; see the module.
-    Without the majority of a cluster, no process leads: the others would take for lost what they cannot hear.
+    If a cluster of NATS servers is cut in two, no process on the smaller side leads: it cannot hear the executors of the other
+    side, and would end their sessions.
 
     Attributes:
         alone: there is no JetStream, or it fails, so this process leads without a lease.

@@ -327,7 +327,7 @@ class Moves:
             )
 
     async def _forget_wish(self, record: TaskRecord, why: str) -> None:
-        """Forget what a session was asked for when it was read, but not what it has been asked for since."""
+        """Remove the wish that `record` has from its session. A newer wish stays."""
         told = self._clock(), why
         async with self._world.database.writing() as s:
             await self._world.tasks.change_wants(

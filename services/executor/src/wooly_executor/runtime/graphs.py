@@ -22,8 +22,7 @@ from wooly_executor.runtime.captures import InvalidCaptureError
 from wooly_executor.runtime.device import TorchDevice
 from wooly_executor.runtime.driver import Driver
 from wooly_executor.runtime.frame import Frame, Step
-from wooly_executor.runtime.homes import BYTES_PER_CALL, Home, Stray, inputs_of, size_of
-from wooly_executor.runtime.homes import VARIANTS as VARIANTS_OF_HOME
+from wooly_executor.runtime.homes import BYTES_PER_CALL, HOMES_ALIKE, Home, Stray, inputs_of, size_of
 from wooly_executor.runtime.prepared import PreparedProgram
 from wooly_executor.runtime.replays import (
     Captured,
@@ -212,7 +211,7 @@ class Graphs:
         if where is None:
             return False
         home = next((home for home in homes.at(where) if home.take(frame, stretch.names)), None)
-        if home is None and len(homes.at(where)) < VARIANTS_OF_HOME:
+        if home is None and len(homes.at(where)) < HOMES_ALIKE:
             home = self._home(stretch, frame, where)
             if home is not None and not home.take(frame, stretch.names):
                 home = None

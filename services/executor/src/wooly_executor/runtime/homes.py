@@ -31,7 +31,7 @@ NEAR = 64
 #: Number of comparisons without a new home after which a stretch is given up.
 SOUGHT = 1024
 #: Maximum number of homes of the same inputs, because a loop may use a result until it has made the next one; and per stretch.
-VARIANTS, MOST = 2, 64
+HOMES_ALIKE, HOMES = 2, 64
 #: Maximum bytes that are copied to a home, per library call of the stretch. To launch a call takes the host about 5 us, in which
 #: a GPU copies some MiB.
 BYTES_PER_CALL = 2 << 20
@@ -67,18 +67,19 @@ class Home:
         """
         if any(uses_of(address) != OWN_USES for _, address in self._counted):
             return False
-        moving = [(memory, inputs_of(frame, slot, names[slot])) for slot, memory in self._memory.items()]
-        if not all(found is not None and size_of(found) == len(memory) for memory, found in moving):
-            return False
+        moving: list[tuple[Tensor, dict[int, Tensor]]] = []
+        for slot, memory in self._memory.items():
+            found = inputs_of(frame, slot, names[slot])
+            if found is None or size_of(found) != len(memory):
+                return False
+            moving.append((memory, found))
         for memory, found in moving:
-            assert found is not None
             memory.copy_(bytes_of(next(iter(found.values())), 0, len(memory)))
         for slot, memory in self._memory.items():
             buffer = frame.buffers.get(frame.bindings[slot])
             if buffer is not None and buffer.base is not None:
                 buffer.base = place_of(buffer.base, 0, True).on(memory)
         for memory, found in moving:
-            assert found is not None
             for name, tensor in found.items():
                 own = place_of(tensor, name, True).on(memory)
                 if name >= 0:
@@ -136,7 +137,7 @@ class Homes:
     @property
     def given_up(self) -> bool:
         """Whether no more homes are made: there are enough, or many runs have shown no input that could get one."""
-        return self._sought >= SOUGHT or len(self._known) >= MOST
+        return self._sought >= SOUGHT or len(self._known) >= HOMES
 
     def seek(self, key: Key, others: OrderedDict[Key, Key], may: set[int], fixed: int) -> Stray | None:
         """Return the inputs of a run that should get a home: those by which its key differs from the most similar recent one.
