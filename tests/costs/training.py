@@ -3,7 +3,7 @@
 A step is a forward pass under autocast, a backward pass and AdamW, as in `bench/gpu.py`. Nothing here was measured on a GPU.
 Which runs are equal for a graph depends on the addresses of tensors: here they are those of this machine's allocator.
 
-Run: .venv/bin/python -m tests.costs.training [--steps N] [--no-graphs] [--json]
+Run: .venv/bin/python -m tests.costs.training [--steps N] [--dropout P] [--no-graphs] [--json]
 """
 
 from __future__ import annotations
@@ -65,8 +65,11 @@ def _calls(prepared: PreparedProgram, begin: int, end: int) -> int:
     return sum(not isinstance(prepared.traces[k], FREE_OF_WORK) for k in range(bounds[begin], bounds[end]))
 
 
-def trainer() -> tuple[Callable[[], Tensor], list[Tensor]]:
-    """Return a training step, which returns the loss, and the parameters. A client must be attached."""
+def trainer(dropout: float) -> tuple[Callable[[], Tensor], list[Tensor]]:
+    """Return a training step, which returns the loss, and the parameters. A client must be attached.
+
+    `dropout`: probability of the dropout behind each layer.
+    """
     torch.manual_seed(0)
     fixed = weights("cpu")
     shapes = {name: t.shape for name, t in fixed.items()}
@@ -86,6 +89,7 @@ def trainer() -> tuple[Callable[[], Tensor], list[Tensor]]:
             x = functional.embedding(tokens, words)
             for own in layers:
                 x = layer(x, own | tables)
+                x = functional.dropout(x, dropout) if dropout else x
             logits = functional.linear(x, words)
             loss = functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
         optimizer.zero_grad()
@@ -96,13 +100,15 @@ def trainer() -> tuple[Callable[[], Tensor], list[Tensor]]:
     return step, parameters
 
 
-def train(steps: int, *, graphs: bool = True, every: int = 20) -> Iterator[tuple[int, Counter[str], list[Tensor]]]:
+def train(
+    steps: int, *, dropout: float = 0.0, graphs: bool = True, every: int = 20
+) -> Iterator[tuple[int, Counter[str], list[Tensor]]]:
     """Train, and yield the number of steps so far, the library calls since the last time, and the parameters on the host."""
     counted = Counted()
     with attached(DeviceLoop(fake_gpu(graphs=graphs), memory=GIB, collector=Collector())):
         counted.install()
         try:
-            step, parameters = trainer()
+            step, parameters = trainer(dropout)
             for k in range(1, steps + 1):
                 loss = step()
                 if not k % 10:
@@ -119,13 +125,14 @@ def main() -> None:
     """Print the calls of a step in and outside of graphs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--dropout", type=float, default=0.0, help="probability of a dropout behind each layer")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument(
         "--json", action="store_true", help="print the calls of the last steps, and a digest of the parameters"
     )
     options, every = parser.parse_args(), 20
     calls, parameters = Counter[str](), list[Tensor]()
-    for k, calls, now in train(options.steps, graphs=not options.no_graphs, every=every):
+    for k, calls, now in train(options.steps, dropout=options.dropout, graphs=not options.no_graphs, every=every):
         parameters = now
         if not options.json:
             print(

@@ -308,6 +308,45 @@ def failed_captures(gpu):
     gpu.driver.capture(lambda: x.mul_(2)).replay()
 
 
+def drawn_graphs(gpu):
+    """Random calls have the same numbers in graphs as outside of them, for each seed that a replay gets."""
+    assert gpu.driver.draws_in_graphs() is True
+    aten, n = torch.ops.aten, 100_000
+    halves = torch.full((n,), 0.5, device=gpu.device)
+    calls = {
+        "native_dropout": lambda t: t.copy_(aten.native_dropout(halves, 0.3, True)[0]),
+        "bernoulli": lambda t: t.copy_(aten.bernoulli(halves)),
+        "rand_like": lambda t: t.copy_(aten.rand_like(t)),
+        "randn_like": lambda t: t.copy_(aten.randn_like(t)),
+        "randint_like": lambda t: t.copy_(aten.randint_like(t, 1000)),
+        **{
+            name: lambda t, name=name: getattr(t, name)() for name in ("uniform_", "normal_", "exponential_", "cauchy_")
+        },
+        "log_normal_": lambda t: t.log_normal_(),
+        "geometric_": lambda t: t.geometric_(0.3),
+        "random_": lambda t: t.random_(1000),
+        "bernoulli_": lambda t: t.bernoulli_(0.3),
+    }
+    seeds = (3, 1 << 60)
+    for name, call in calls.items():
+        drawn = [torch.zeros(n, device=gpu.device) for _ in seeds]
+
+        def draw(call=call, drawn=drawn):
+            for t, seed in zip(drawn, seeds, strict=True):
+                gpu.driver.seed(seed)
+                call(t)
+
+        draw()
+        wanted = [t.clone() for t in drawn]
+        graph = gpu.driver.capture(draw, draws=len(seeds))
+        for k in (1, -1, 1):
+            graph.replay(seeds[::k])
+            for t, w in zip(drawn, wanted[::k], strict=True):
+                assert torch.equal(t, w), f"{name} draws other numbers in a graph"
+        assert not torch.equal(*wanted), name
+    print(f"  {len(calls)} operators draw the same numbers in graphs")
+
+
 def split_graphs(gpu):
     """A step that waits, a changing param and a second set of buffers leave the other steps in graphs."""
     t = Tape()
@@ -470,6 +509,7 @@ SECTIONS = {
         events,
         graphs,
         failed_captures,
+        drawn_graphs,
         split_graphs,
         moving_and_lent,
         captures,

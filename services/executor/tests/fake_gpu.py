@@ -139,6 +139,27 @@ def _has_mask(args):
     return any(isinstance(t, torch.Tensor) and t.dtype in (torch.bool, torch.uint8) for a in lists for t in a)
 
 
+class FakeGenerator:
+    """A generator of random numbers with a seed and an offset, which every draw adds to."""
+
+    def __init__(self, driver):
+        self.driver, self.seed, self.offset, self.graph = driver, 0, 0, None
+
+    def manual_seed(self, seed):
+        if self.driver.capturing is not None:
+            raise RuntimeError("Cannot call CUDAGeneratorImpl::set_current_seed during CUDA graph capture.")
+        self.seed, self.offset = seed, 0
+        if self.graph is None:
+            assert self.driver.generator_works, "Offset increment outside graph capture encountered unexpectedly."
+            self.draw()
+
+    def draw(self):
+        """Let the next operator draw from this generator."""
+        differs = self.graph is not None and self.driver.draws_differ
+        torch.default_generator.manual_seed((self.seed + self.offset + differs) % (1 << 63))
+        self.offset += 4
+
+
 class FakeGraph:
     """A graph, as torch captures it: after an invalidated capture, torch counts it as one in progress.
 
@@ -195,6 +216,20 @@ class FakeGraphs:
 
     def new_graph(self):
         return FakeGraph(self.driver)
+
+    def new_draw(self, graph):
+        assert self.driver.capturing is None, "Cannot register the state during capturing stage."
+        generator = FakeGenerator(self.driver)
+        generator.graph = weakref.ref(graph)
+        return generator
+
+    def draw_by(self, generator):
+        driver = self.driver
+        before, driver.draws_by = driver.draws_by, generator
+        if generator.graph is not None:
+            assert generator.graph() is driver.capturing, "a CUDA generator not in capture mode"
+            driver.capturing.work.append(generator.draw)
+        return before
 
     def begin(self, graph, pool):
         driver = self.driver
@@ -272,7 +307,7 @@ class FakeCuda:
     """
 
     def __init__(self, driver):
-        self.driver, self.default_generators = driver, [None]
+        self.driver, self.default_generators = driver, [driver.draws_by]
         self._names, self._default = itertools.count(), FakeStream(driver, "the default stream")
         self._local = threading.local()
 
@@ -328,6 +363,8 @@ class FakeDriver(TorchGpu):
 
     def __init__(self):
         self.order = Order(lambda: self.torch_cuda.current_stream().name, waits_for_device)
+        #: The generator whose state the default generator uses, and whether random numbers are others in graphs.
+        self.draws_by, self.draws_differ = FakeGenerator(self), False
         self.torch_cuda = FakeCuda(self)
         super().__init__(0)
         self.device = torch.device("cpu")
@@ -383,12 +420,6 @@ class FakeDriver(TorchGpu):
         with self.order.watched(), super().copy_context():
             self.asides += 1
             yield
-
-    def seed(self, seed):
-        if self.capturing is not None:
-            raise RuntimeError("CUDAGeneratorImpl::set_current_seed can be called during stream capture only if ...")
-        assert self.generator_works, "Offset increment outside graph capture encountered unexpectedly."
-        torch.default_generator.manual_seed(seed)
 
     def on_zeros(self, call):
         def run(f):
@@ -512,7 +543,7 @@ class FakeDriver(TorchGpu):
     def graph_room(self):
         return 256 << 20
 
-    def capture(self, body, *, apart=False):
+    def capture(self, body, *, apart=False, draws=0):
         self.captures += 1
         self.survives()
 
@@ -520,7 +551,7 @@ class FakeDriver(TorchGpu):
             with self.order.ignored(), Recording(self.capturing):
                 body()
 
-        return super().capture(recorded, apart=apart)
+        return super().capture(recorded, apart=apart, draws=draws)
 
     def forbidden(self):
         """The capture in progress becomes invalid, as CUDA's does after a call that it forbids."""

@@ -459,31 +459,79 @@ def test_graphs_other_addresses_or_params_are_not_replayed(gpu, cpu, driver):
     assert before and driver.replays == before
 
 
+def noisy(wis, *args, second="aten.bernoulli_.float"):
+    """A program with two random calls, each with a seed and an offset, between other calls. `args`: those of the second one."""
+    v, pair = wis.at(F32, 16), {"params": (ParamKind.I64, ParamKind.I64), "rng": (ParamRef(0), ParamRef(1))}
+    body = wis.body().alloc("x", 64).alloc("y", 64)
+    body.call("aten.normal_.default", ("inout", "x", v), args=(OperandRef(0), 0.0, 1.0), **pair)
+    body.call("aten.sin_.default", ("inout", "x", v))
+    body.call(second, ("inout", "y", v), args=(OperandRef(0), *args), **pair)
+    body.call("aten.mul_.Tensor", ("inout", "x", v), ("in", "y", v))
+    return body.program
+
+
 def test_graphs_random_numbers_differ_per_run(gpu, cpu, driver, wis):
-    v = wis.at(F32, 16)
-    body = wis.body().alloc("x", 64)
-    body.call(
-        "aten.normal_.default",
-        ("inout", "x", v),
-        args=(OperandRef(0), 0.0, 1.0),
-        params=(ParamKind.I64, ParamKind.I64),
-        rng=(ParamRef(0), ParamRef(1)),
-    )
-    prepared, other = gpu.ready(body.program).prepared, cpu.ready(body.program).prepared
+    program = noisy(wis, 0.5)
+    prepared, other = gpu.ready(program).prepared, cpu.ready(program).prepared
     seen = set()
     for k in range(30):
-        ours, outcome, *_ = gpu.run(prepared, {}, [1, k])
-        theirs, *_ = cpu.run(other, {}, [1, k])
+        params = [1, 2 * k, 1, 2 * k + 1]
+        ours, outcome, *_ = gpu.run(prepared, {}, params)
+        theirs, *_ = cpu.run(other, {}, params)
         assert outcome.failed_at is None
         same(ours, theirs)
         seen.add(tuple(ours[0].base.view(torch.float32).view(-1).tolist()))
-    assert len(seen) == 30 and not driver.captures
+    assert len(seen) == 30 and driver.replays > 10 and not prepared.uncapturable
+    driver.seed(5)  # the default generator has its own state again
+    assert torch.equal(torch.rand(4), torch.rand(4, generator=torch.Generator().manual_seed(5)))
+
+
+def test_graphs_repeated_seed_and_offset_give_the_same_numbers(gpu, driver, wis):
+    prepared = gpu.ready(noisy(wis, 0.5)).prepared
+    found = [gpu.run(prepared, {}, [1, k % 3, 1, k % 2])[0][0].base.tolist() for k in range(60)]
+    assert driver.replays > 40 and all(found[k] == found[k % 6] for k in range(60)) and len({*map(tuple, found)}) == 6
+
+
+@pytest.mark.parametrize("how", ["differ", "fail"])
+def test_graphs_random_numbers_that_a_device_cannot_repeat_stay_outside(
+    gpu, cpu, driver, wis, monkeypatch, caplog, how
+):
+    driver.draws_differ = how == "differ"
+    if how == "fail":
+        monkeypatch.setattr(driver.library, "new_draw", no_such_function)
+    program = noisy(wis, 0.5)
+    prepared, other = gpu.ready(program).prepared, cpu.ready(program).prepared
+    for k in range(30):
+        ours, outcome, *_ = gpu.run(prepared, {}, [1, k, 2, k])
+        assert outcome.failed_at is None
+        same(ours, cpu.run(other, {}, [1, k, 2, k])[0])
+    assert len(prepared.uncapturable) == 2
+    assert caplog.text.count("random numbers differ in graphs of this device") == 1
+
+
+def no_such_function(*_):
+    raise RuntimeError("the library cannot do it")
+
+
+def test_graphs_random_operator_that_looks_at_values_stays_outside(gpu, driver, wis):
+    v = wis.at(F32, 16)
+    body = wis.body().alloc("p", 64).alloc("x", 64)
+    body.call(
+        "aten.normal.Tensor_float",
+        ("in", "p", v),
+        ("out", "x", v),
+        args=(OperandRef(0), 1.0),
+        params=(ParamKind.I64, ParamKind.I64),
+        rng=(ParamRef(0), ParamRef(1)),
+    )
+    prepared = gpu.ready(body.program).prepared
+    assert len(prepared.uncapturable) == 1
 
 
 def test_graphs_failed_capture_is_never_retried(gpu, cpu, driver, monkeypatch):
     program, params, contents, _ = layers()
 
-    def capture(body, *, apart):
+    def capture(body, *, apart, draws):
         driver.captures += 1
         body_was = driver.captures
         raise RuntimeError(f"operation not permitted when stream is capturing ({body_was})")
@@ -501,11 +549,11 @@ def test_graphs_failed_capture_is_never_retried(gpu, cpu, driver, monkeypatch):
 def test_graphs_capture_without_memory_is_retried_once(gpu, driver, monkeypatch, failing):
     plain = driver.capture
 
-    def capture(body, *, apart):
+    def capture(body, *, apart, draws):
         if driver.captures < failing:
             driver.captures += 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-        return plain(body, apart=apart)
+        return plain(body, apart=apart, draws=draws)
 
     monkeypatch.setattr(driver, "capture", capture)
     program, params, contents, _ = layers()

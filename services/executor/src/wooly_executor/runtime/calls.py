@@ -268,6 +268,15 @@ def mix(seed: int, offset: int) -> int:
     return splitmix(splitmix(seed & _MASK) ^ (offset & _MASK))
 
 
+def seed_of(params: Sequence[Any], pair: tuple[int, int]) -> int:
+    """Return the seed of a library's generator for one call. `pair`: the run's params with the call's seed and offset.
+
+    Torch accepts signed and unsigned seeds of 64 bits; the shift makes both equal.
+    """
+    seed, offset = pair
+    return mix(params[seed], params[offset]) >> 1
+
+
 def constant(value: Attr) -> Any:
     """Return the Python value of a constant attribute."""
     if isinstance(value, DType):

@@ -13,6 +13,10 @@ Torch may end the process in these cases (read in the sources and the library of
 - A graph is destroyed in the thread that captures. This invalidates the capture.
 - A pool's memory is counted: see `torch_private.pool_segments`.
 
+Each random call of a graph draws from a generator state of its own, because it has a seed of its own. During the capture, the
+default generator takes these states one after the other. A replay sets their seeds, and torch writes them to device memory, where
+the kernels read them.
+
 Another thread that allocates memory of the device or page-locked memory, or loads code, may invalidate a capture. `Turns` keeps
 other threads away.
 """
@@ -26,7 +30,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 PoolId = tuple[int, int]
@@ -45,6 +49,14 @@ class GraphLibrary(Protocol):
 
     def new_graph(self) -> Any:
         """Return an empty graph with the methods `capture_end` and `replay`."""
+        ...
+
+    def new_draw(self, graph: Any) -> Any:
+        """Return a generator with a state for one random call of a graph, whose capture has not begun, with `manual_seed`."""
+        ...
+
+    def draw_by(self, generator: Any) -> Any:
+        """Let the default generator use the state of another one. Returns a generator with the state that it had."""
         ...
 
     def begin(self, graph: Any, pool: PoolId) -> None:
@@ -118,19 +130,22 @@ class CapturedGraph:
     """A graph. Any thread may drop it: the device thread destroys the library's graph later.
 
     Args:
-        graphs: has the library's graphs, and the only reference to each of them.
+        graphs: has the library's graphs, the only reference to each of them, with the generators of their random calls.
         number: number of the graph there.
         pool: the memory pool of the graph.
     """
 
     __slots__ = ("__weakref__", "_graphs", "_number", "pool")
 
-    def __init__(self, graphs: dict[int, Any], number: int, pool: PoolId) -> None:
+    def __init__(self, graphs: dict[int, tuple[Any, list[Any]]], number: int, pool: PoolId) -> None:
         self._graphs, self._number, self.pool = graphs, number, pool
 
-    def replay(self) -> None:
-        """Enqueue the captured work."""
-        self._graphs[self._number].replay()
+    def replay(self, seeds: Sequence[int] = ()) -> None:
+        """Enqueue the captured work. `seeds`: one for each random call."""
+        graph, draws = self._graphs[self._number]
+        for draw, seed in zip(draws, seeds, strict=True):
+            draw.manual_seed(seed)
+        graph.replay()
 
 
 class Captures:
@@ -147,19 +162,40 @@ class Captures:
         self._shared: PoolId | None = None
         #: The last known sizes of pools in bytes. They change only with captures.
         self._sizes: dict[PoolId, int] = {}
-        #: The library's graphs by number, and the numbers and pools of graphs that nobody uses any more. Any thread appends to
-        #: `_unused`.
-        self._graphs: dict[int, Any] = {}
+        #: The library's graphs by number, with the generators of their random calls, and the numbers and pools of graphs that
+        #: nobody uses any more. Any thread appends to `_unused`.
+        self._graphs: dict[int, tuple[Any, list[Any]]] = {}
         self._unused: deque[tuple[PoolId, int]] = deque()
         self._numbers = itertools.count()
+        #: During a capture: generators for the random calls to come.
+        self._draws: deque[Any] | None = None
+        #: The default generator's state before the first of them.
+        self._before: Any = None
 
-    def capture(self, body: Callable[[], None], *, apart: bool = False) -> CapturedGraph:
+    @property
+    def capturing(self) -> bool:
+        """Whether a capture is in progress."""
+        return self._draws is not None
+
+    def draw(self) -> None:
+        """Let the next random call of the capture in progress draw from a generator state of its own.
+
+        Raises:
+            RuntimeError: the capture was begun for fewer random calls.
+        """
+        if not self._draws:
+            raise RuntimeError("a graph cannot contain random calls that were not announced")
+        before = self._library.draw_by(self._draws.popleft())
+        self._before = self._before or before
+
+    def capture(self, body: Callable[[], None], *, apart: bool = False, draws: int = 0) -> CapturedGraph:
         """Return the work that `body` enqueues as a graph.
 
         Args:
             body: enqueues the work.
             apart: the graph gets a pool of its own. In a shared pool, the memory that `body` leaves in use may be memory that
                 earlier graphs use for their own values.
+            draws: number of random calls. Before each of them, `body` calls `draw`.
 
         Raises:
             InvalidCaptureError: `body` does something that a graph cannot contain.
@@ -168,15 +204,18 @@ class Captures:
         self.destroy_unused()
         pool = self._library.new_pool() if apart or self._shared is None else self._shared
         graph = self._library.new_graph()
+        generators: list[Any] = []
         with _no_collection():
             try:
+                generators += [self._library.new_draw(graph) for _ in range(draws)]
                 self._library.begin(graph, pool)
-                body()
+                with self._drawing(generators):
+                    body()
             except BaseException as e:
                 valid = self._end(graph, pool) is None
                 self._abandon(pool)
                 if valid:
-                    self._unused.append((pool, self._add(graph, pool)))
+                    self._unused.append((pool, self._add(graph, pool, generators)))
                 del graph  # the trace of the error must not destroy it
                 if valid or not isinstance(e, Exception):
                     raise
@@ -185,7 +224,7 @@ class Captures:
         if late is not None:
             self._abandon(pool)
             raise InvalidCaptureError(str(late)) from late
-        number = self._add(graph, pool)
+        number = self._add(graph, pool, generators)
         if not apart:
             self._shared = pool
         captured = CapturedGraph(self._graphs, number, pool)
@@ -211,12 +250,23 @@ class Captures:
                 if self._shared == pool:  # torch refuses a pool whose graphs have all been destroyed
                     self._shared = None
 
-    def _add(self, graph: Any, pool: PoolId) -> int:
+    @contextlib.contextmanager
+    def _drawing(self, generators: Sequence[Any]) -> Iterator[None]:
+        """Let random calls draw from these generators, one after the other. Afterwards, the default generator is as before."""
+        self._draws = deque(generators)
+        try:
+            yield
+        finally:
+            before, self._before, self._draws = self._before, None, None
+            if before is not None:
+                self._library.draw_by(before)
+
+    def _add(self, graph: Any, pool: PoolId, generators: list[Any]) -> int:
         """Keep a graph of the library, which has memory in a pool. Returns its number."""
         self._pools[pool] = self._pools.get(pool, 0) + 1
         self._sizes.pop(pool, None)
         number = next(self._numbers)
-        self._graphs[number] = graph
+        self._graphs[number] = graph, generators
         return number
 
     def _abandon(self, pool: PoolId) -> None:

@@ -16,8 +16,8 @@ from wooly_executor.runtime.packing import Arguments, Kind
 class Graph(Protocol):
     """Captured work that can be repeated."""
 
-    def replay(self) -> None:
-        """Enqueue the captured work."""
+    def replay(self, seeds: Sequence[int] = ()) -> None:
+        """Enqueue the captured work. `seeds`: what `seed` would get for each of its random calls."""
         ...
 
 
@@ -67,7 +67,7 @@ class Driver(Protocol):
         ...
 
     def seed(self, seed: int) -> None:
-        """Set the generator of random numbers."""
+        """Set the generator of random numbers. During a capture: the next random call gets its seed at each replay."""
         ...
 
     def on_zeros(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -178,16 +178,21 @@ class Driver(Protocol):
         """Copy from pinned memory to the device immediately, without waiting for enqueued or running work."""
         ...
 
-    def capture(self, body: Callable[[], None], *, apart: bool = False) -> Graph | None:
+    def capture(self, body: Callable[[], None], *, apart: bool = False, draws: int = 0) -> Graph | None:
         """Capture the work that `body` enqueues as a graph, without running it. None: another thread uses the device.
 
         Args:
             body: enqueues the work.
             apart: no other graph uses the memory that `body` leaves in use.
+            draws: number of calls of `seed` in `body`.
 
         Raises:
             RuntimeError: `body` does something that a graph cannot contain.
         """
+        ...
+
+    def draws_in_graphs(self) -> bool | None:
+        """Compare random numbers in graphs and outside of them; None: another thread uses the device. Waits for the device."""
         ...
 
     def graph_bytes(self) -> int:

@@ -1,8 +1,9 @@
 """Captures repeated stretches of a program as graphs, and replays each with one launch.
 
 A stretch is never longer than the part that the dispatch core launches at a time (see `stretches`). A graph contains the
-addresses and params of its run, so it can be replayed only for runs with the same addresses and params. Small inputs whose
-addresses change from run to run are copied to memory of the graph first. All graphs share a memory pool for their own values, so
+addresses and params of its run, so it can be replayed only for runs with the same addresses and params, except for seeds and
+offsets of random numbers, which each replay gets. Small inputs whose addresses change from run to run are copied to memory of the
+graph first. All graphs share a memory pool for their own values, so
 results must leave it before another graph runs. Small results are copied after a replay. Large results, and values that the
 program frees itself, are copied by the graph to memory that it lends until its next replay (see `replays`). A graph whose results
 have other sizes than announced has a pool of its own, and lends the pool's memory.
@@ -10,6 +11,7 @@ have other sizes than announced has a pool of its own, and lends the pool's memo
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,7 +36,9 @@ from wooly_executor.runtime.replays import (
     tensors_by_name,
 )
 from wooly_executor.runtime.segments import SegmentError
-from wooly_executor.runtime.stretches import COUNTED, FREE_OF_WORK, Key, Stretch, split
+from wooly_executor.runtime.stretches import COUNTED, FREE_OF_WORK, Key, Stretch, fixed_params, split
+
+log = logging.getLogger("wooly.executor")
 
 #: Number of runs with the same key before a stretch is captured for it.
 STEADY = 3
@@ -63,6 +67,8 @@ GRAPHS, FAILURES = 1024, 256
 RECENT, RECENT_ALL = 4, 1024
 #: A stretch may allocate at most 1/STRETCH_SHARE of the memory for all graphs.
 STRETCH_SHARE = 4
+#: Device memory for seed and offset of a random call, in bytes: two blocks of torch's allocator.
+DRAW_BYTES = 1024
 
 
 class History:
@@ -113,6 +119,8 @@ class Graphs:
         self._lent: set[int] = set()
         #: Operators that a graph cannot contain, as failed captures have shown.
         self._refused: set[str] = set()
+        #: Whether random numbers are the same in graphs; None: not known yet.
+        self._draws: bool | None = None
         #: The stretches that have had graphs or homes.
         self._stretches: dict[int, weakref.ref[Stretch]] = {}
         #: For each destroyed graph or home, the number of graphs, the bytes outside of pools, and the memory that it lent. Other
@@ -129,6 +137,8 @@ class Graphs:
         if self._refused:
             refused = {i for i, act in enumerate(prepared.acts) if act.form.attr("name") in self._refused}
             _mark(prepared, refused)
+        if self._draws is False:
+            _mark(prepared, set(prepared.draws))
 
     def steps(
         self, prepared: PreparedProgram, frame: Frame, begin: int, steps: Sequence[Step]
@@ -279,6 +289,8 @@ class Graphs:
         lending = len([c for c in family if c.lent])
         lend = bool(stretch.lends) and known < LENDING and lending < LENDING_ALL
         lend = lend and sum([bool(c.lent) for graphs in stretch.captured.values() for c in graphs]) < LENDING_STRETCH
+        if stretch.draws and not self._may_draw(prepared):
+            return None
         captured = self._capture(prepared, frame, steps, stretch, lend=lend)
         if captured is None:
             return None
@@ -289,6 +301,18 @@ class Graphs:
         self._stretches[id(stretch)] = weakref.ref(stretch)
         self.replayed += 1
         return captured
+
+    def _may_draw(self, prepared: PreparedProgram) -> bool:
+        """Whether graphs may contain random numbers. If it is known that not, the program's steps that draw some are marked."""
+        if self._draws is None:
+            self._draws = self._driver.draws_in_graphs()
+            if self._draws is False:
+                log.warning(
+                    "random numbers differ in graphs of this device: operators that draw some run outside of graphs"
+                )
+        if self._draws is False and _mark(prepared, set(prepared.draws)):
+            _fold_again(prepared)
+        return bool(self._draws)
 
     def _has_room(self, stretch: Stretch, key: Key) -> bool:
         """Whether another graph may be captured. Graphs of another key of the stretch that are not used any more make room."""
@@ -368,7 +392,7 @@ class Graphs:
             before = {name: tensors[name] for name in names if name in tensors} | tensors
             if lend and stretch.outside:
                 outside = Outside(self._device.empty, stretch.lends)
-            graph = self._driver.capture(body, apart=lend and outside is None)
+            graph = self._driver.capture(body, apart=lend and outside is None, draws=len(stretch.draws))
             if graph is None:  # a later run tries again
                 return None
             made, left = changed(before, tensors_by_name(frame))
@@ -393,10 +417,10 @@ class Graphs:
             frame.registers[:], frame.bases[:] = registers, bases
         if stretch.whole:  # the run ends, and drops its registers
             left = {name: place for name, place in left.items() if place is not None}
-        captured = Captured(graph, inputs, made, left, held)
+        captured = Captured(graph, inputs, made, left, held, stretch.draws)
         self.count += 1
         self._bytes = self._driver.graph_bytes()
-        own = inputs.nbytes + (outside.nbytes if outside is not None else 0)
+        own = inputs.nbytes + (outside.nbytes if outside is not None else 0) + DRAW_BYTES * len(stretch.draws)
         self._input_bytes += own
         self._lent.update(captured.lent)
         weakref.finalize(captured, self._destroyed.append, (1, own, captured.lent)).atexit = False
@@ -449,7 +473,7 @@ def _mark_changing(prepared: PreparedProgram, params: list[int]) -> bool:
     """Mark the steps that use changing params. Returns whether there are steps that were not marked before."""
     changing = set(params)
     return bool(params) and _mark(
-        prepared, {i for i, act in enumerate(prepared.acts) if not changing.isdisjoint(act.params)}
+        prepared, {i for i in range(len(prepared.acts)) if not changing.isdisjoint(fixed_params(prepared, i))}
     )
 
 

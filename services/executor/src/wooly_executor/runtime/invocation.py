@@ -21,8 +21,8 @@ from wooly_executor.runtime.calls import (
     differentiate,
     filler,
     function_of,
-    mix,
     refers,
+    seed_of,
     typed_params,
 )
 from wooly_executor.runtime.device import TorchDevice
@@ -90,13 +90,11 @@ def check_size(t: Tensor, sizes: tuple[int, ...]) -> None:
         raise OperationError(f"the result has shape {list(t.shape)}, but out= has {list(sizes)}")
 
 
-def seeded(call: Callable[[Frame], Any], pair: list[int], device: TorchDevice) -> Callable[[Frame], Any]:
+def seeded(call: Callable[[Frame], Any], pair: tuple[int, int], device: TorchDevice) -> Callable[[Frame], Any]:
     """Return `call` with the generator seeded from a (seed, offset) pair of params."""
-    seed, offset = pair
 
     def run(f: Frame) -> Any:
-        # torch accepts signed and unsigned seeds of 64 bits; the shift makes both equal. The generator belongs to this process.
-        device.seed(mix(f.params[seed], f.params[offset]) >> 1)
+        device.seed(seed_of(f.params, pair))  # the generator belongs to this process
         return call(f)
 
     return run

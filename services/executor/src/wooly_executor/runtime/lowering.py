@@ -32,7 +32,7 @@ from wooly_executor.runtime.guards import guarded, looks_at_values
 from wooly_executor.runtime.invocation import Calling, calling_of, settings_of
 from wooly_executor.runtime.one_thread import Threads, choice
 from wooly_executor.runtime.products import SplitProduct
-from wooly_executor.runtime.synchronising import waits
+from wooly_executor.runtime.synchronising import draws, waits
 from wooly_executor.runtime.torch_private import schema_of
 
 
@@ -56,6 +56,7 @@ class Lowered:
         views: the views of its results; None: some are only known after a run.
         sized: operands with `out=` and their sizes, which must stay; None: it has no `out=`.
         rng: the params with the seed and the offset of its random numbers.
+        draws: it draws random numbers in a way that a graph can contain.
         deterministic: it must use deterministic algorithms.
         fresh: which returned values are its results; None: all.
         single: it returns exactly one tensor.
@@ -77,7 +78,8 @@ class Lowered:
     results: tuple[int, ...]
     views: tuple[View, ...] | None
     sized: tuple[tuple[int, tuple[int, ...]], ...] | None
-    rng: tuple[int, ...] | None
+    rng: tuple[int, int] | None
+    draws: bool
     deterministic: bool
     fresh: tuple[int, ...] | None
     single: bool
@@ -151,13 +153,19 @@ def _lower(form: Form, device: TorchDevice, anew: tuple[int, LibraryCall] | None
         results=tuple(results),
         views=None if dynamic else tuple([required_view(form.operands[k].view) for k in results]),
         sized=tuple(written) if has_out else None,
-        rng=tuple([r.index for r in rng if isinstance(r, ParamRef)]) if isinstance(rng, tuple) else None,
+        rng=_pair(rng) if isinstance(rng, tuple) else None,
+        draws=rng is not None and not device.host and draws(library),
         deterministic=bool(form.attr("deterministic")),
         fresh=fresh_results(library.op),
         single=returns_one_tensor(library.op),
         traced=traced,
         outline=outline,
     )
+
+
+def _pair(rng: tuple[Any, ...]) -> tuple[int, int]:
+    seed, offset = [r.index for r in rng if isinstance(r, ParamRef)]
+    return seed, offset
 
 
 def _is_plain(form: Form, library: LibraryCall, results: int, *, has_out: bool) -> bool:

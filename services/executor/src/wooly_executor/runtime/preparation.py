@@ -534,8 +534,13 @@ class _Preparation:
         if known.sized is not None:
             call = with_size_check(call, [(registers[k], sizes) for k, sizes in known.sized])
         if known.rng is not None:
-            waiting = True  # the host seeds the generator
-            call = seeded(call, [self._first_param + k for k in known.rng], device)
+            seed, offset = known.rng
+            pair = self._first_param + seed, self._first_param + offset
+            call = seeded(call, pair, device)
+            if known.draws:
+                self.out.draws[self._act] = pair
+            else:
+                waiting = True  # the host seeds the generator
         if gradients is None and not known.covers:
             plain, call = call, device.on_zeros(call, repeatable=known.repeatable)
             waiting = waiting or call is not plain  # the host looks at the pool of zeroed memory

@@ -135,6 +135,7 @@ class PreparedProgram:
         uncapturable: steps that a graph cannot contain, because they change from run to run or need the host.
         history: recent values of params, for `graphs`, on a GPU.
         foreign: whether it launches foreign kernels.
+        draws: acts that draw random numbers in a way that a graph can contain, with their params for seed and offset.
         words: acts that call the library on a GPU, with the status words for operands that are out of range.
         status: the status words of kernels and of these acts, on a GPU.
         kernel_permille: last measured share of kernels in the device time, in 1/1000, on a GPU.
@@ -179,6 +180,7 @@ class PreparedProgram:
     uncapturable: set[int] = field(default_factory=set)
     history: Any = None
     foreign: bool = False
+    draws: dict[int, tuple[int, int]] = field(default_factory=dict)
     words: list[tuple[int, Any]] = field(default_factory=list)
     status: Any = None
     kernel_permille: int = 0

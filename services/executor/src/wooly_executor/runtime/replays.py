@@ -7,13 +7,14 @@ again, so it waits until nobody else uses it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from wooly_executor.runtime.buffers import bytes_of
+from wooly_executor.runtime.calls import seed_of
 from wooly_executor.runtime.driver import Graph
 from wooly_executor.runtime.frame import Frame
 from wooly_executor.runtime.prepared import PreparedProgram
@@ -133,6 +134,7 @@ class Captured:
         made: memory that the stretch made and that outlives it, as bytes.
         left: for each register (or ~slot) that the stretch changes, its tensor after the stretch; None: it is empty then.
         held: the part of `made` that runs use in place, without a copy.
+        draws: for each random call of the graph, the run's params with its seed and offset.
 
     Attributes:
         used: number of the last run of the stretch that used the graph.
@@ -145,6 +147,7 @@ class Captured:
         "_cleared",
         "_copies",
         "_counted",
+        "_draws",
         "_inputs",
         "_memory",
         "_moved",
@@ -156,9 +159,16 @@ class Captured:
     )
 
     def __init__(
-        self, graph: Graph, inputs: Inputs, made: list[Tensor], left: dict[int, Place | None], held: frozenset[int]
+        self,
+        graph: Graph,
+        inputs: Inputs,
+        made: list[Tensor],
+        left: dict[int, Place | None],
+        held: frozenset[int],
+        draws: Sequence[tuple[int, int]],
     ) -> None:
         self.graph, self._inputs, self.used, self.replay = graph, inputs, 0, 0
+        self._draws = draws
         self._cleared = [name for name, place in left.items() if place is None]
         self._moved = [(name, place) for name, place in left.items() if place is not None and place.old]
         new = [(name, place) for name, place in left.items() if place is not None and not place.old]
@@ -200,7 +210,8 @@ class Captured:
         """Enqueue the work, and set registers and memory to the state that the steps would leave."""
         registers, bases = frame.registers, frame.bases
         self._inputs.fill(frame)
-        self.graph.replay()
+        params = frame.params
+        self.graph.replay([seed_of(params, pair) for pair in self._draws])
         memory = self._memory
         if self._copies:
             memory = list(memory)

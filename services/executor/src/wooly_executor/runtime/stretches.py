@@ -59,7 +59,8 @@ class Stretch:
         begin: index of the first hot step.
         end: index after the last hot step.
         floats: the run's params of type F64 that the stretch uses.
-        others: its other params.
+        others: its other params, without those in `draws`.
+        draws: for each step that draws random numbers, the run's params with its seed and offset.
         names: the registers (or ~slots) whose memory the stretch may use, by slot.
         small: the bytes of each slot that the stretch reads and does not write, if they are at most SMALL.
         large: the other slots that it reads and does not write.
@@ -92,6 +93,7 @@ class Stretch:
     end: int
     floats: tuple[int, ...]
     others: tuple[int, ...]
+    draws: tuple[tuple[int, int], ...]
     names: dict[int, tuple[int, ...]]
     small: dict[int, int]
     large: frozenset[int]
@@ -117,7 +119,7 @@ class Stretch:
 
     @property
     def params(self) -> tuple[int, ...]:
-        """The run's params that the stretch uses."""
+        """The run's params that a graph of the stretch contains."""
         return self.floats + self.others
 
     def key(self, frame: Frame) -> Key:
@@ -311,7 +313,7 @@ def split(prepared: PreparedProgram, begin: int, end: int, most: int) -> list[St
     def close(last: int) -> None:
         if work < WORTH:
             return
-        params = dict.fromkeys([k for i in acts for k in prepared.acts[i].params])
+        params = dict.fromkeys([k for i in acts for k in fixed_params(prepared, i)])
         freed = _freed(prepared, range(bounds[first], bounds[last]))
         results = [slot for slot in slots - freed if facts.slot_alloc[slot] is not None]
         found.append(
@@ -320,6 +322,7 @@ def split(prepared: PreparedProgram, begin: int, end: int, most: int) -> list[St
                 last,
                 tuple([k for k in params if k in floats]),
                 tuple([k for k in params if k not in floats]),
+                tuple([prepared.draws[i] for i in acts if i in prepared.draws]),
                 {slot: (*names.get(slot, ()), ~slot) for slot in sorted(near)},
                 {slot: spans[slot] for slot in near if slot not in slots and 0 < spans.get(slot, 0) <= SMALL},
                 frozenset([slot for slot in near if slot not in slots and spans.get(slot, 0) > SMALL]),
@@ -354,6 +357,13 @@ def split(prepared: PreparedProgram, begin: int, end: int, most: int) -> list[St
         slots |= writes
     close(end)
     return found
+
+
+def fixed_params(prepared: PreparedProgram, act: int) -> Sequence[int]:
+    """Return the run's params of an act that a graph contains. Seeds and offsets are given to each replay."""
+    params = prepared.acts[act].params
+    pair = prepared.draws.get(act)
+    return params if pair is None else [k for k in params if k not in pair]
 
 
 def _nbytes(facts: ProgramFacts, slots: Iterable[int]) -> int:

@@ -1,4 +1,4 @@
-"""Tells which operators of a GPU's library wait for the device. A graph cannot contain them."""
+"""Tells which operators of a GPU's library wait for the device, or draw random numbers in a way that a graph can contain."""
 
 from __future__ import annotations
 
@@ -40,6 +40,14 @@ _WAITING: Final = frozenset(
 )
 #: Operators of linear algebra that wait for nothing. The others check the status that their solver left on the device.
 _FREE_LINALG: Final = frozenset(("linalg_vector_norm", "linalg_cross", "linalg_vecdot", "linalg_diagonal"))
+#: Operators whose kernels take seed and offset from device memory in a graph, by `CUDAGeneratorImpl::philox_cuda_state`. Others
+#: look at values (`multinomial`, `normal` with a tensor), or keep a state of their own (dropout in cuDNN's LSTM).
+_DRAWING: Final = frozenset(
+    (
+        *("native_dropout", "bernoulli", "uniform", "exponential", "geometric", "cauchy", "log_normal", "random"),
+        *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like"),
+    )
+)
 _TAGS: Final = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
@@ -56,6 +64,13 @@ def waits(call: LibraryCall, form: Form) -> bool:
     if name in _WAITING or any(tag in op.tags for tag in _TAGS) or _reads_number(call):
         return True
     return name.lstrip("_").startswith("linalg_") and name.lstrip("_") not in _FREE_LINALG
+
+
+def draws(call: LibraryCall) -> bool:
+    """Whether a graph can contain a library call that draws random numbers."""
+    op = call.op
+    name = op.overloadpacket.__name__
+    return op.namespace == "aten" and (name == "normal_" or name.removesuffix("_") in _DRAWING)
 
 
 def _reads_number(call: LibraryCall) -> bool:

@@ -28,6 +28,8 @@ GRAPH_BYTES, GRAPH_SHARE = 256 << 20, 8
 
 #: Waiting for a mark: polls without a pause for SPUN_S seconds, then with a pause of PAUSE_S seconds.
 SPUN_S, PAUSE_S = 2e-4, 5e-5
+#: Seeds and number of the random numbers by which graphs are tried.
+_SEEDS, _DRAWN = (1, (1 << 62) + 3), 1000
 #: Clock in kHz of a GPU that does not report it.
 _CLOCK_KHZ = 1_500_000
 
@@ -68,6 +70,17 @@ class _TorchGraphs:
 
     def new_graph(self) -> Any:
         return torch.cuda.CUDAGraph()
+
+    def new_draw(self, graph: Any) -> Any:
+        generator = torch.Generator(torch.device("cuda", self._index))
+        graph.register_generator_state(generator)
+        return generator
+
+    def draw_by(self, generator: Any) -> Any:
+        default = torch.cuda.default_generators[self._index]
+        before = default.graphsafe_get_state()
+        default.graphsafe_set_state(generator)
+        return before
 
     def begin(self, graph: Any, pool: PoolId) -> None:
         # calls of other threads that a capture forbids do not invalidate it
@@ -180,7 +193,10 @@ class TorchGpu:
 
     def seed(self, seed: int) -> None:
         """See `Driver`."""
-        self._generator.manual_seed(seed)
+        if self._captures.capturing:
+            self._captures.draw()
+        else:
+            self._generator.manual_seed(seed)
 
     def pinned(self, nbytes: int) -> Tensor:
         """See `Driver`."""
@@ -259,10 +275,34 @@ class TorchGpu:
             target.copy_(source, non_blocking=True)
         self.stream.wait_stream(self._urgent)  # later work on the stream sees the copy
 
-    def capture(self, body: Callable[[], None], *, apart: bool = False) -> Any:
+    def capture(self, body: Callable[[], None], *, apart: bool = False, draws: int = 0) -> Any:
         """See `Driver`."""
         with self._turns.capture() as free:
-            return self._captures.capture(body, apart=apart) if free else None
+            return self._captures.capture(body, apart=apart, draws=draws) if free else None
+
+    def draws_in_graphs(self) -> bool | None:
+        """See `Driver`."""
+        drawn = [torch.empty(_DRAWN, device=self.device) for _ in _SEEDS]
+
+        def draw() -> None:
+            for t, seed in zip(drawn, _SEEDS, strict=True):
+                self.seed(seed)
+                t.normal_().add_(torch.empty_like(t).bernoulli_(0.5))
+
+        draw()
+        wanted = [t.tolist() for t in drawn]
+        try:
+            graph = self.capture(draw, draws=len(_SEEDS))
+            if graph is None:
+                return None
+            for seeds, numbers in ((_SEEDS, wanted), (_SEEDS[::-1], wanted[::-1])):
+                graph.replay(seeds)
+                if [t.tolist() for t in drawn] != numbers:
+                    return False
+        except RuntimeError:  # this release of the library cannot do it
+            self.check()
+            return False
+        return True
 
     def graph_bytes(self) -> int:
         """See `Driver`."""
