@@ -14,7 +14,7 @@ from wooly_executor.memory.book import Scope
 from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime.buffers import Buffer, bytes_of
 from wooly_executor.runtime.device import ALONE_UP_TO, SPLIT_FROM, TorchDevice
-from wooly_executor.runtime.fresh_memory import on_zeros, writes_all
+from wooly_executor.runtime.fresh_memory import fills_results, on_zeros, writes_all
 from wooly_executor.runtime.gpu_fresh_memory import on_zeros as on_zeroed_pool
 from wooly_executor.runtime.opencl import OpenClRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
@@ -235,6 +235,12 @@ def test_writes_all_is_true_only_for_known_operators():
     assert all(map(writes_all, quick))
     slow = (ops._ctc_loss.default, ops._ctc_loss.Tensor, ops.mkldnn_rnn_layer.default, ops.lstm.input)
     assert not any(map(writes_all, slow))
+
+
+def test_negative_log_likelihood_needs_zeroed_memory_on_a_cpu_only():
+    form = Form("extern", ())
+    assert fills_results(torch.ops.aten.nll_loss_forward.default, form, host=False)
+    assert not fills_results(torch.ops.aten.nll_loss_forward.default, form, host=True)
 
 
 # -- two sessions of one executor --------------------------------------------------------------------------------------------

@@ -57,6 +57,9 @@ WRITE_ALL: Final = frozenset(
 
 #: Operators of the op table that may write nothing on a CPU with numbers of 16 bits: here, if `alpha` and `beta` are 0.
 _NOT_HALVES: Final = frozenset(("baddbmm",))
+#: Further operators that write all on a GPU (read in CUDA's kernels). On a CPU, the total weight stays unwritten without a
+#: reduction.
+_ON_GPU: Final = frozenset(("nll_loss_forward",))
 
 
 def writes_all(op: OpOverload) -> bool:
@@ -69,9 +72,10 @@ def writes_all(op: OpOverload) -> bool:
 
 def fills_results(op: OpOverload, form: Form, *, host: bool) -> bool:
     """Whether an operator is known to write every element of the results of a form, on a CPU (`host`) or a GPU."""
-    if host and op.overloadpacket.__name__.removesuffix("_") in _NOT_HALVES:
+    name = op.overloadpacket.__name__.removesuffix("_")
+    if host and name in _NOT_HALVES:
         return not any(o.view is not None and o.view.dtype in (DType.F16, DType.BF16) for o in form.operands)
-    return writes_all(op)
+    return writes_all(op) or (not host and op.namespace == "aten" and name in _ON_GPU)
 
 
 @functools.cache
