@@ -162,6 +162,7 @@ def test_executor_ending_before_connect_is_replaced(cluster, alice, how):
     assert answer == "3.0" and {first, second} == {"a", "b"}
 
 
+@pytest.mark.slow
 def test_session_waits_for_client_that_is_stopped(tmp_path):
     """A client that is stopped (Ctrl-Z) renews no lease, but its system holds the connection."""
     with contextlib.ExitStack() as stack:

@@ -175,6 +175,7 @@ def test_a_hibernated_session_holds_no_device_until_its_next_operation(cluster, 
     assert [state for state, _ in story(cluster, task)][-1] == "completed"
 
 
+@pytest.mark.slow
 def test_a_hibernated_session_is_woken_on_request(cluster, alice, pausing, unpaused):
     task, output = pausing
     alice.wooly("tasks", "hibernate", task["task_id"])

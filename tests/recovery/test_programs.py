@@ -8,7 +8,7 @@ GONE_ON = "the session goes on in the executor"
 
 @pytest.mark.parametrize(
     ("seeds", "every", "checkpoint_s"),
-    [((0, 12), 50, "10"), pytest.param((100, 160), 60, "0", marks=pytest.mark.slow)],
+    [((0, 6), 25, "10"), pytest.param((100, 160), 60, "0", marks=pytest.mark.slow)],
     ids=["frames", "cuts"],
 )
 def test_random_programs_equal_the_cpu_although_their_executor_is_lost(run, seeds, every, checkpoint_s):

@@ -120,7 +120,9 @@ def test_an_error_after_a_loss_names_its_line(run):
     assert f"mistake.py:{line}" in found and said.count(GONE_ON) == 1
 
 
-@pytest.mark.parametrize("real", [True, False], ids=["executor", "link"])
+@pytest.mark.parametrize(
+    "real", [pytest.param(True, id="executor"), pytest.param(False, id="link", marks=pytest.mark.slow)]
+)
 def test_what_a_script_repeats_is_free_only_after_a_real_loss(cluster, run, tmp_path, real):
     """If only the connection breaks, the client may have broken it."""
     before = {task["task_id"] for task in cluster.rest("GET", "tasks?limit=50")["tasks"]}

@@ -8,6 +8,7 @@ import traceback
 import pytest
 import torch
 from wooly.errors import ForkedProcessError
+from wooly_testkit.effort import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
 
@@ -85,7 +86,7 @@ def test_fork_while_thread_records_does_not_hang(cuda):
     thread = threading.Thread(target=record)
     thread.start()
     try:
-        for _ in range(10):
+        for _ in range(examples(4, 10)):
             assert "Cannot re-initialize" in in_fork(lambda: torch.ones(2, device=cuda))
     finally:
         stop.set()

@@ -13,6 +13,7 @@ from wooly.recording import bundle as format
 from wooly.recording.bundle import Bundle, BundleError, BundleWriter, Line, Part, RunFrame, WriteFrame
 from wooly.recording.record import Recording
 from wooly_testkit.assembler import assemble
+from wooly_testkit.effort import examples
 from wooly_wis.codec import digest, encode_program
 from wooly_wis.frames import MAX_CHUNK, pack_run
 
@@ -82,7 +83,7 @@ def test_without_data_neither_contents_nor_digests_are_in_the_file(tmp_path):
 
 
 @given(st.data())
-@settings(max_examples=150)
+@settings(max_examples=examples(40, 150))
 def test_a_truncated_bundle_is_a_prefix_or_an_error(whole, data):
     raw, said, answers, path = whole
     size = data.draw(st.integers(0, len(raw) - 1))
@@ -97,7 +98,7 @@ def test_a_truncated_bundle_is_a_prefix_or_an_error(whole, data):
 
 
 @given(st.data())
-@settings(max_examples=300)
+@settings(max_examples=examples(80, 300))
 def test_a_changed_byte_is_an_error_or_a_prefix(whole, data):
     raw, said, answers, path = whole
     changed = bytearray(raw)

@@ -204,6 +204,7 @@ async def test_request_after_router_ended_has_no_responder(nats_server, tmp_path
             await ask(contracts.ROUTER_NODE_LIST, NodesRequest())
 
 
+@pytest.mark.slow  # three routers, one after the other, and a lease
 async def test_second_router_on_one_database_serves_and_takes_over(
     nats_server, tmp_path, start_router, beating_executor
 ):

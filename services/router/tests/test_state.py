@@ -76,7 +76,7 @@ def test_migrate_twice_changes_nothing(database_url):
     migrate(database_url)
 
 
-@pytest.mark.parametrize("statements", [3, 9, 15, 25])
+@pytest.mark.parametrize("statements", [3, *[pytest.param(n, marks=pytest.mark.slow) for n in (9, 15)], 25])
 def test_migration_when_interrupted_keeps_old_schema(database_url, statements):
     left = [statements]
 

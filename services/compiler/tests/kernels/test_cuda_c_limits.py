@@ -52,7 +52,7 @@ ENDLESS = {
     "lock": "while (atomicCAS(&a[1], 0, 1) != 2) ;",
 }
 #: The others are slow.
-QUICK = ("for", "barrier in a function", "counter that is set back through a pointer", "lock")
+QUICK = ("barrier in a function", "lock")
 HEAD = """__device__ void spin(int* a) { while (a[0] >= 0) ; }
 __device__ void meet(int* a) { __syncthreads(); a[0] = 0; }
 __device__ void clear(int& i) { i = 0; }
