@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from wooly_executor.errors import ContextLostError, OperationError
 from wooly_executor.runtime.captures import Captures, PoolId, Turns
@@ -28,6 +29,8 @@ GRAPH_BYTES, GRAPH_SHARE = 256 << 20, 8
 
 #: Waiting for a mark: polls without a pause for SPUN_S seconds, then with a pause of PAUSE_S seconds.
 SPUN_S, PAUSE_S = 2e-4, 5e-5
+#: Whether a graph must know the generators of its random calls. Since torch 2.14, it finds them itself, at their first draw.
+_REGISTERS = TorchVersion(torch.__version__) < "2.14"
 #: Seeds and number of the random numbers by which graphs are tried.
 _SEEDS, _DRAWN = (1, (1 << 62) + 3), 1000
 #: Clock in kHz of a GPU that does not report it.
@@ -73,7 +76,8 @@ class _TorchGraphs:
 
     def new_draw(self, graph: Any) -> Any:
         generator = torch.Generator(torch.device("cuda", self._index))
-        graph.register_generator_state(generator)
+        if _REGISTERS:
+            graph.register_generator_state(generator)
         return generator
 
     def draw_by(self, generator: Any) -> Any:
