@@ -430,13 +430,7 @@ class Graphs:
         """Give a run private memory in place of the inputs that are copied before each replay."""
         inputs = Inputs(self._device.empty)
         for slot, _ in stretch.moving:
-            names = stretch.names[slot]
-            tensors = {k: t for k in names if (t := frame.registers[k] if k >= 0 else frame.bases[~k]) is not None}
-            for name, own in inputs.add(tensors, stretch.small[slot]).items():
-                if name >= 0:
-                    frame.registers[name] = own
-                else:
-                    frame.bases[~name] = own
+            frame.put(inputs.add(frame.held(stretch.names[slot]), stretch.small[slot]).items())
         return inputs
 
     def _learn(self, prepared: PreparedProgram, stretch: Stretch, at: int, cause: Exception) -> None:

@@ -80,12 +80,7 @@ class Home:
             if buffer is not None and buffer.base is not None:
                 buffer.base = place_of(buffer.base, 0, True).on(memory)
         for memory, found in moving:
-            for name, tensor in found.items():
-                own = place_of(tensor, name, True).on(memory)
-                if name >= 0:
-                    frame.registers[name] = own
-                else:
-                    frame.bases[~name] = own
+            frame.put([(name, place_of(tensor, name, True).on(memory)) for name, tensor in found.items()])
         return True
 
 
@@ -95,7 +90,7 @@ def inputs_of(frame: Frame, slot: int, names: Sequence[int]) -> dict[int, Tensor
     Others may be a peer that shares the memory, a read that waits, or another buffer with the same content. Tensors that read as
     the conjugate or the negative of their memory are left out, too.
     """
-    held = {name: t for name in names if (t := frame.registers[name] if name >= 0 else frame.bases[~name]) is not None}
+    held = frame.held(names)
     buffer = frame.buffers.get(frame.bindings[slot])
     known = {id(t): t for t in held.values()}
     if buffer is not None and buffer.base is not None:

@@ -169,7 +169,7 @@ class Captured:
     ) -> None:
         self.graph, self._inputs, self.used, self.replay = graph, inputs, 0, 0
         self._draws = draws
-        self._cleared = [name for name, place in left.items() if place is None]
+        self._cleared = [(name, None) for name, place in left.items() if place is None]
         self._moved = [(name, place) for name, place in left.items() if place is not None and place.old]
         new = [(name, place) for name, place in left.items() if place is not None and not place.old]
         #: For each part of `made`, the layout in which it is copied: that of a tensor that shows all of it, or bytes.
@@ -226,16 +226,8 @@ class Captured:
         ]
         for name, k, place in self._set:
             found.append((name, memory[k] if place is None else place.on(memory[k])))
-        for name, tensor in found:
-            if name >= 0:
-                registers[name] = tensor
-            else:
-                bases[~name] = tensor
-        for name in self._cleared:
-            if name >= 0:
-                registers[name] = None
-            else:
-                bases[~name] = None
+        frame.put(found)
+        frame.put(self._cleared)
 
 
 class Outside:
@@ -257,22 +249,16 @@ class Outside:
         Raises:
             MisfitError: a result has another size than announced, or shares its memory.
         """
-        registers, bases = frame.registers, frame.bases
         known = {t.untyped_storage().data_ptr() for t in before.values()}
         for slot, memory in self._of.items():
-            held = {k: t for k in names[slot] if (t := registers[k] if k >= 0 else bases[~k]) is not None}
+            held = frame.held(names[slot])
             storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held.values()}
             if not held or not known.isdisjoint(storages):
                 continue
             if list(storages.values()) != [len(memory)]:
                 raise MisfitError
             memory.copy_(bytes_of(next(iter(held.values())), 0, len(memory)))
-            for name, t in held.items():
-                own = place_of(t, name, False).on(memory)
-                if name >= 0:
-                    registers[name] = own
-                else:
-                    bases[~name] = own
+            frame.put([(name, place_of(t, name, False).on(memory)) for name, t in held.items()])
 
     def has(self, memory: Tensor) -> bool:
         """Whether this is a part of it."""
