@@ -143,8 +143,9 @@ class CapturedGraph:
     def replay(self, seeds: Sequence[int] = ()) -> None:
         """Enqueue the captured work. `seeds`: one for each random call."""
         graph, draws = self._graphs[self._number]
-        for draw, seed in zip(draws, seeds, strict=True):
-            draw.manual_seed(seed)
+        if draws:
+            for draw, seed in zip(draws, seeds, strict=True):
+                draw.manual_seed(seed)
         graph.replay()
 
 

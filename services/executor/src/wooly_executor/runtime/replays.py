@@ -169,7 +169,7 @@ class Captured:
     ) -> None:
         self.graph, self._inputs, self.used, self.replay = graph, inputs, 0, 0
         self._draws = draws
-        self._cleared = [(name, None) for name, place in left.items() if place is None]
+        self._cleared: list[tuple[int, Tensor | None]] = [(name, None) for name, place in left.items() if place is None]
         self._moved = [(name, place) for name, place in left.items() if place is not None and place.old]
         new = [(name, place) for name, place in left.items() if place is not None and not place.old]
         #: For each part of `made`, the layout in which it is copied: that of a tensor that shows all of it, or bytes.
@@ -210,8 +210,7 @@ class Captured:
         """Enqueue the work, and set registers and memory to the state that the steps would leave."""
         registers, bases = frame.registers, frame.bases
         self._inputs.fill(frame)
-        params = frame.params
-        self.graph.replay([seed_of(params, pair) for pair in self._draws])
+        self.graph.replay([seed_of(frame.params, pair) for pair in self._draws] if self._draws else ())
         memory = self._memory
         if self._copies:
             memory = list(memory)
@@ -226,8 +225,7 @@ class Captured:
         ]
         for name, k, place in self._set:
             found.append((name, memory[k] if place is None else place.on(memory[k])))
-        frame.put(found)
-        frame.put(self._cleared)
+        frame.put(found + self._cleared)
 
 
 class Outside:
