@@ -17,6 +17,7 @@ from wooly_wis.messages import (
     NodesReply,
     OpenSessionReply,
     OpenSessionRequest,
+    RenewSessionRequest,
     SessionPart,
 )
 
@@ -133,3 +134,10 @@ def test_open_reply_without_devices_is_refused():
 def test_message_lists_become_tuples_and_messages_are_hashable():
     reply = NodesReply.model_validate_json('{"nodes": []}')
     assert reply.nodes == () and hash(reply) == hash(NodesReply(nodes=()))
+
+
+def test_renewal_names_a_refused_wish_only_if_there_is_one():
+    """Older routers refuse fields that they do not know."""
+    plain, refuses = (RenewSessionRequest(session_id="s", token="t", refused=why) for why in (None, "moved"))
+    assert "refused" not in plain.model_dump_json() and refuses.model_dump()["refused"] == "moved"
+    assert all(RenewSessionRequest.model_validate_json(m.model_dump_json()) == m for m in (plain, refuses))

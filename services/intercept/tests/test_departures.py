@@ -110,7 +110,7 @@ def test_a_session_without_room_elsewhere_stays():
     session = Session(first, refused(STAYS))
     session.work()
     session.heed("move")
-    assert session.departures.stays == "no room"
+    assert (session.departures.asked, session.departures.stays) == ("on request", "no room")
     assert session.read() == 1.0 and not first.lost
 
 

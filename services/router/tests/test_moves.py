@@ -619,6 +619,33 @@ async def test_wish_that_comes_while_a_client_refuses_an_earlier_wish_is_kept(ri
         assert (await renew(r, opened)).wish is None
 
 
+async def test_client_that_refuses_an_earlier_wish_is_still_asked_for_the_newer_one(rig):
+    """It may have been busy with the earlier wish for minutes."""
+    async with rig("a", "b", "c") as r:
+        await beat(r)
+        opened = await r.open(recovers=True, node="a")
+        await r.desk.on_move_task(MoveTaskRequest(task_id=opened.session_id, node="b"))
+        first = await renew(r, opened)
+        await r.desk.on_move_task(MoveTaskRequest(task_id=opened.session_id, node="c"))
+        reply = await renew(r, opened, stays="no room", refused=first.reason)
+        assert (reply.wish, reply.reason) == ("move", "moved on request to c") and first.reason != reply.reason
+        assert "it stays: no room" not in [reason for _, reason in await story(r, opened)]
+        assert (await renew(r, opened, stays="no room", refused=reply.reason)).wish is None
+        assert (await story(r, opened))[-1][1] == "it stays: no room"
+
+
+async def test_session_that_has_come_back_to_its_executor_is_not_ended_by_a_question_about_its_loss(rig):
+    async with rig("a") as r:
+        await beat(r)
+        opened, (executor,) = await r.open(recovers=True), r.executors
+        before = await record(r, opened)
+        assert (await come_back(r, opened, "the connection broke")).parts
+        executor.closed.clear()
+        await r.actor.on_heartbeat(executor.heartbeat(sessions=()))  # from before it came back
+        await r.actor._lose_missing(before, "a", "executor a does not have it")
+        assert not executor.closed and (await record(r, opened)).state == "started"
+
+
 @pytest.mark.parametrize("ends", [True, False], ids=["cancelled", "lost"])
 async def test_session_that_has_moved_since_it_was_read_ends_where_it_is_and_does_not_fail(rig, ends):
     async with rig("a", "b") as r:

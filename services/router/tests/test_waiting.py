@@ -8,6 +8,8 @@ from sqlalchemy.exc import OperationalError
 from wooly_bus.errors import BusTimeoutError, RefusedError
 from wooly_router import opening
 from wooly_router.actor import ABANDONED_S, LEFT
+from wooly_router.core.registry import LOST_AFTER_S
+from wooly_router.opening import RETURNS_S
 from wooly_router.state.tasks import PartRecord
 from wooly_wis.messages import CloseSessionRequest, RenewSessionRequest
 
@@ -85,6 +87,28 @@ async def test_session_that_could_never_fit_is_refused_and_does_not_wait(rig):
         assert (await refusal(r.open(required_vram=1200, queue=True))).code == "router.no_fit"
         assert (await refusal(r.open(gpu_count=2, queue=True))).code == "router.too_few"
         assert not await r.tasks.in_states("pending")
+
+
+@pytest.mark.parametrize("wanted", [{"node": "a"}, {"vendor": "nvidia"}, {"gpu_count": 2, "vendor": "nvidia"}])
+async def test_session_that_only_a_dead_executor_fits_waits_for_its_return(rig, wanted):
+    async def beat(*executors):
+        for executor in executors:
+            facts = executor.heartbeat().device.model_copy(
+                update={"vendor": "cpu" if executor.name == "b" else "nvidia"}
+            )
+            await r.actor.on_heartbeat(executor.heartbeat(node=executor.name, device=facts))
+
+    async with rig("a", "b", "c") as r:
+        a, b, c = r.executors
+        await beat(a, b, c)
+        r.clock.now += LOST_AFTER_S + 1
+        others = (b, c) if "gpu_count" in wanted or "node" in wanted else (b,)
+        await beat(*others)
+        waits = (await r.open(queue=True, **wanted)).wait
+        assert waits is not None and "others may come back: a was heard 6 s ago" in waits.reason
+        r.clock.now += RETURNS_S - LOST_AFTER_S
+        await beat(*others)
+        assert (await refusal(r.open(queue=True, **wanted))).code == "router.no_fit"
 
 
 async def test_closed_session_leaves_queue(rig):

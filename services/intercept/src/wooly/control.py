@@ -545,8 +545,10 @@ class OpenedSession:
         departures = self.departures
         if departures is None:
             return request
+        stays = departures.take_stays()[:4096]
         told = {
-            "stays": departures.take_stays()[:4096],
+            "stays": stays,
+            "refused": departures.asked if stays else None,
             "recovers": departures.recovers,
             "resumed": departures.resumed,
         }

@@ -91,12 +91,14 @@ class Departures:
 
     Attributes:
         stays: why the session did not do what it was asked for; empty: it did, or was asked for nothing.
+        asked: the reason that the controller gave when it asked for what the session did last; None: it did not ask.
     """
 
     def __init__(self, links: Sequence[tuple[Link, Lock]]) -> None:
         self._links = [link for link, _ in links]
         self._locks = [lock for _, lock in links]
         self.stays = ""
+        self.asked: str | None = None
         self._busy = threading.Lock()
         self._positions: list[int] = []
         self._telling: list[tuple[Recovery, tuple[float, int]]] = []
@@ -174,10 +176,10 @@ class Departures:
         if not self._busy.acquire(blocking=False):
             return
         do = {"move": self._move, "hibernate": self._hibernate, "idle": self._hibernate_idle, "wake": self._wake}[what]
+        self.stays, self.asked = "", None if what == "idle" else reason
 
         def work() -> None:
             try:
-                self.stays = ""
                 do(reason)
             except WoolyError as e:
                 self.stays = str(e)

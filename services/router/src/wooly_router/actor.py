@@ -52,7 +52,7 @@ from wooly_router.executors import Executors
 from wooly_router.gangs import RESERVED_S, Gangs, is_reserved
 from wooly_router.gate import Caller, Gate
 from wooly_router.limits import Limits
-from wooly_router.moves import Moves
+from wooly_router.moves import Moves, refuses
 from wooly_router.opening import ABANDONED_S, Opening
 from wooly_router.peers import Peers
 from wooly_router.renewed import Renewed
@@ -333,7 +333,7 @@ class RouterActor:
         if request.note:
             await self.world.tasks.note(record.id, f"its client says: {request.note}", self.clock())
         wish = record.wish
-        if wish.do and not request.stays:
+        if wish.do and not refuses(request, wish):
             reply = reply.model_copy(update={"wish": wish.do, "reason": wish.reason})
         return reply
 
@@ -753,6 +753,9 @@ class RouterActor:
 
     async def _lose_missing(self, record: TaskRecord, executor_id: str, reason: str) -> None:
         """End a session that one executor does not have. An executor that lives may tell how the session ended there."""
+        now = await self.world.tasks.get(record.id)
+        if now is None or (now.state, now.attempt) != (record.state, record.attempt):
+            return  # it has ended, or goes on: a question to its executor would end it there
         if self.registry.lacks(executor_id, record.id, self.clock()):
             ended = await self.executors.how_ended(executor_id, record.id)
             if ended is not None and ended.epoch == record.attempt:

@@ -348,7 +348,7 @@ class Moves:
                 await self._world.tasks.change_wants(
                     s, record.id, state=record.state, attempt=record.attempt, tell=told, **changes
                 )
-        elif said.stays and record.wish.do:
+        elif refuses(said, record.wish):
             await self.stays(record, said.stays)
         if said.resumed is not None:
             again = f", {said.resumed.frames} frames were sent again" if said.resumed.frames else ""
@@ -440,6 +440,11 @@ class Moves:
                     await self.move(record, reason, leave=reasons)
                 except RefusedError as e:
                     log.info("session %s stays on a device that it should leave: %s", record.id, e)
+
+
+def refuses(said: RenewSessionRequest, wish: TaskWish) -> bool:
+    """Whether a client says that it does not do what it was asked for, and not what it was asked for before that."""
+    return bool(wish.do and said.stays) and said.refused in (None, wish.reason)
 
 
 def _named(record: TaskRecord) -> NamedSession:

@@ -62,7 +62,7 @@ HEARTBEAT_GRACE_S = 2.0
 #: ended still counts until its executor has released the memory and reported it, and the next script may ask sooner.
 LEAVING_S = 2.0
 LEAVING_PAUSE_S = 0.4
-#: Seconds for which an executor that died counts as one that is being started again, if a session needs several.
+#: Seconds for which an executor that died counts as one that is being started again: a session that needs it may wait.
 RETURNS_S = 60.0
 
 #: Seconds between two attempts to store the end of a session that could not be opened.
@@ -428,9 +428,18 @@ class Opening:
                 if want.gpu_count == 1 and failed and not waits.keys() - failed.keys():
                     raise _no_host(failed)
                 why = _no_fit(want, gang, len(alive), placement.fitting, waits, failed)
-                if not me.place(Pool(pool.gpus()), ()).gpus:
-                    raise RefusedError("router.no_fit", why, retryable=True)
                 taken = TakenError("router.no_fit", why, retryable=True)
+                if not me.place(Pool(pool.gpus()), ()).gpus:
+                    silent = self._silent(alive, now)
+                    back = [
+                        replace(g, state=nodes[g.node].wish if g.node in nodes else "active")
+                        for g in pool.gpus()
+                        if g.executor_id in silent
+                    ]
+                    others = [g for g in pool.gpus() if g.executor_id not in silent]
+                    if not me.place(Pool([*others, *back]), ()).gpus:
+                        raise RefusedError("router.no_fit", why, retryable=True)
+                    taken = TakenError("router.no_fit", f"{why}; {_may_come_back(silent)}", retryable=True)
                 taken.would_fit, taken.record = would_fit(want, pool, turn.held), as_record(want, placement)
                 raise taken
             alive |= {
@@ -459,16 +468,21 @@ class Opening:
         why = f"no executor is alive; the last one, {name}, was heard {max(now - at, 0.0):.0f} s ago; {remedy}"
         return TakenError("router.no_executor", why, retryable=True)
 
+    def _silent(self, alive: Collection[str], now: float) -> dict[str, float]:
+        """The executors that died lately and may be started again, with the seconds since they were heard.
+
+        Not those of the database: a stack that is started again with fewer executors has them, too.
+        """
+        known = {e.executor_id: now - (self._registry.heard(e.executor_id) or 0.0) for e in self._registry.all()}
+        return {name: max(s, 0.0) for name, s in known.items() if name not in alive and s <= RETURNS_S}
+
     def _too_few(self, count: int, alive: Collection[str], now: float) -> RefusedError:
         """Explain that there are too few executors. Some may have just died, and come back: a session may wait for them."""
         have = "1 executor is alive" if len(alive) == 1 else f"{len(alive)} executors are alive"
         why = f"{count} devices were requested, but only {have}, with one device each"
-        # Not those of the database: a stack that is started again with fewer executors has them, too.
-        known = {e.executor_id: now - (self._registry.heard(e.executor_id) or 0.0) for e in self._registry.all()}
-        silent = {name: s for name, s in known.items() if name not in alive and s <= RETURNS_S}
+        silent = self._silent(alive, now)
         if count <= len(alive) + len(silent):
-            told = ", ".join([f"{name} was heard {max(s, 0.0):.0f} s ago" for name, s in sorted(silent.items())])
-            return TakenError("router.too_few", f"{why}; others may come back: {told}", retryable=True)
+            return TakenError("router.too_few", f"{why}; {_may_come_back(silent)}", retryable=True)
         return RefusedError(
             "router.too_few",
             f"{why}; start more (`wooly up --gpus {count}` for a local stack), or ask for fewer (WOOLYAI_GPU_COUNT)",
@@ -673,6 +687,11 @@ def _no_fit(
     if want.gpu_count == 1:
         return f"no executor can take the session: {reasons}"
     return f"{want.gpu_count} devices were requested, but only {fitting} of {alive} executors can take one: {reasons}"
+
+
+def _may_come_back(silent: Mapping[str, float]) -> str:
+    told = ", ".join([f"{name} was heard {s:.0f} s ago" for name, s in sorted(silent.items())])
+    return f"others may come back: {told}"
 
 
 def _no_host(failed: dict[str, BusError]) -> RefusedError:

@@ -155,7 +155,7 @@ class TaskActor:
             await self._move_ranks(ranks, request.node)
             return await self.on_task(TaskRequest(task_id=request.task_id, tenant=request.tenant))
         task = await self._get(request.task_id, request.tenant)
-        await self._router.moves.move_to(task, "moved on request", request.node)
+        await self._router.moves.move_to(task, _moved_to(request.node), request.node)
         return await self.on_task(TaskRequest(task_id=task.id, tenant=request.tenant))
 
     async def _move_ranks(self, ranks: Sequence[TaskRecord], to: str) -> None:
@@ -163,7 +163,7 @@ class TaskActor:
         asked: list[TaskRecord] = []
         for rank in [r for r in ranks if r.state == "started"] or ranks[:1]:
             try:
-                await self._router.moves.move_to(rank, "moved on request", to)
+                await self._router.moves.move_to(rank, _moved_to(to), to)
             except RefusedError as e:
                 for each in asked:
                     wishes = await self._router.world.tasks.get(each.id)
@@ -216,6 +216,11 @@ class TaskActor:
 
 def _seen_by(request: PrioritizeTaskRequest, caller: Caller) -> PrioritizeTaskRequest:
     return request.model_copy(update={"tenant": caller.tenant, "credential": ""})
+
+
+def _moved_to(to: str) -> str:
+    """Why a session moves, for its story. The client of a session names the wish that it refuses by this reason."""
+    return f"moved on request to {to}" if to else "moved on request"
 
 
 def _cursor(text: str) -> tuple[float, str] | None:

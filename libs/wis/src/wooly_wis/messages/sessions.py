@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from wooly_wis.messages.base import Bytes, ChannelToken, Digest, Endpoints, Host, Id, Message, Name, SessionId, Token
 from wooly_wis.messages.nodes import DeviceFacts
@@ -178,16 +178,26 @@ class Resumed(Message):
 class RenewSessionRequest(Message):
     """Renew the session's lease.
 
-    `stays`: why the client does not do what the last reply asked for. `recovers`: whether the client can still go on in another
-    executor. `resumed`: how it last did, once. `note`: a line for the story of the session's task.
+    `stays`: why the client does not do what a reply asked for, and `refused`: the reason that this reply gave; None: the last
+    reply. `recovers`: whether the client can still go on in another executor. `resumed`: how it last did, once. `note`: a line
+    for the story of the session's task.
     """
 
     session_id: SessionId
     token: Token
     stays: str = Field(default="", max_length=4096)
+    refused: str | None = Field(default=None, max_length=4096)
     recovers: bool = True
     resumed: Resumed | None = None
     note: str = Field(default="", max_length=MAX_NOTE)
+
+    @model_serializer(mode="wrap")
+    def _without_unused(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave `refused` out if it is None: older routers refuse fields that they do not know."""
+        written: dict[str, Any] = write(self)
+        if self.refused is None:
+            del written["refused"]
+        return written
 
 
 #: What the router asks a session's client to do: to go on in another executor, to hibernate, to end the hibernation.
