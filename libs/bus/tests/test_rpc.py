@@ -1,15 +1,19 @@
 """ControlClient and failures: closed clients, lost and restarted servers, invalid addresses, silence."""
 
+import contextlib
 import socket
 import subprocess
 import sys
 import threading
 import time
 
+import nats.aio.client
 import pytest
+from wooly_bus import nats_client
 from wooly_bus.contract_types import Event, Rpc
 from wooly_bus.errors import BusConnectError, BusError, BusTimeoutError, NoResponderError
 from wooly_bus.rpc import ControlClient
+from wooly_testkit.nats import NatsCluster
 from wooly_testkit.nats import nats_server as start_nats_server
 from wooly_wis.messages import CloseSessionReply, NodesRequest
 
@@ -75,6 +79,50 @@ def test_connect_without_server_fails_in_time_and_names_address(url):
 def test_connect_silent_server_fails_in_time():
     with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(BusConnectError, match="no NATS server answers"):
         ControlClient(f"nats://127.0.0.1:{mute.getsockname()[1]}", timeout=0.3)
+
+
+@pytest.fixture
+def in_order(monkeypatch):
+    """Clients try servers in the order of their URLs."""
+    monkeypatch.setattr(nats.aio.client, "shuffle", lambda servers: None)
+
+
+@pytest.mark.usefixtures("in_order")
+def test_client_tries_the_next_server_if_the_first_is_silent(nats_server):
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        client = ControlClient(f"nats://127.0.0.1:{mute.getsockname()[1]},{nats_server}", timeout=0.6)
+        with pytest.raises(NoResponderError):
+            client.request(NOBODY, NodesRequest())
+        client.close()
+
+
+@pytest.mark.usefixtures("in_order")
+def test_client_leaves_a_server_that_falls_silent(tmp_path, monkeypatch):
+    """Its machine may have vanished, or its network is cut: no connection is closed."""
+    monkeypatch.setitem(nats_client.NOTICING, "ping_interval", 0.05)
+    with contextlib.ExitStack() as stack:
+        cluster = NatsCluster(tmp_path, stack, size=2)
+        client = stack.enter_context(contextlib.closing(connected(cluster.url)))
+        cluster.freeze(0)
+        until = time.monotonic() + 10
+        while time.monotonic() < until:
+            try:
+                client.request(NOBODY, NodesRequest(), timeout=0.3)
+            except NoResponderError:
+                return
+            except (BusTimeoutError, BusConnectError):
+                continue
+        pytest.fail("the client still waits for the silent server")
+
+
+def connected(url):
+    """Connect as soon as the servers have started."""
+    until = time.monotonic() + 10
+    while True:
+        try:
+            return ControlClient(url, timeout=0.6)
+        except BusConnectError:
+            assert time.monotonic() < until
 
 
 def test_client_reconnects_when_server_returns():

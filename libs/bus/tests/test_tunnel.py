@@ -10,10 +10,12 @@ import subprocess
 import threading
 import time
 
+import nats.aio.client
 import psutil
 import pytest
 from nats.aio.client import Client
 from wooly_bus import contracts
+from wooly_bus.access import Access
 from wooly_bus.app import ServiceApp
 from wooly_bus.channel import (
     ChannelClient,
@@ -286,6 +288,16 @@ def test_open_tunnel_without_nats_server_hides_password():
 def test_open_tunnel_silent_server_times_out():
     with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(ChannelTimeoutError, match=r"within 0\.3 s"):
         open_tunnel(f"nats://127.0.0.1:{mute.getsockname()[1]}", contracts.EXECUTOR_TUNNEL_OPEN.at("x"), timeout=0.3)
+
+
+async def test_tunnel_tries_the_next_server_if_the_first_is_silent(nats_server, monkeypatch):
+    monkeypatch.setattr(nats.aio.client, "shuffle", lambda servers: None)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        servers = Access(f"nats://127.0.0.1:{mute.getsockname()[1]},{nats_server}")
+        tunnel = tunnels._Tunnel(servers, "00" * 8, tunnels.SILENT_BEATS)
+        await tunnel.connect(0.6)
+        assert not tunnel._client.options["allow_reconnect"]  # a stream with a gap is worth nothing
+        await tunnel._disconnect(1.0)
 
 
 async def test_open_tunnel_silent_executor_times_out(nats_server):

@@ -71,6 +71,11 @@ class Access:
     def __str__(self) -> str:
         return shown(self.url)
 
+    @property
+    def servers(self) -> list[str]:
+        """Each URL."""
+        return [server.strip() for server in self.url.split(",")]
+
     def tls(self) -> ssl.SSLContext | None:
         """The TLS context of a connection; None: use the authorities of the system.
 

@@ -29,7 +29,7 @@ from wooly_bus.envelope import decode, decode_reply, encode
 from wooly_bus.errors import BusConnectError, BusError, EnvelopeError, shown
 from wooly_bus.health import Check, HealthSettings, serve_health
 from wooly_bus.limited_log import LimitedLog, first_line
-from wooly_bus.nats_client import NatsClient
+from wooly_bus.nats_client import NOTICING, NatsClient
 from wooly_bus.rpc import nats_errors, settled
 from wooly_bus.supervision import start_task
 from wooly_bus.tracing import SpanQueue, consumer_span, handing_over, mark_failed
@@ -112,6 +112,7 @@ class ServiceApp:
             max_reconnect_attempts=-1,
             reconnect_time_wait=1,
             connect_timeout=3,
+            **NOTICING,
             graceful_timeout=GRACE_S,
             # Control messages use core NATS, which has no acknowledgements; so FastStream must not acknowledge.
             ack_policy=AckPolicy.MANUAL,

@@ -7,6 +7,12 @@ from typing import Any
 import nats.errors
 from nats.aio.client import Client
 
+#: How a client notices that its server is silent: seconds between two pings, and their number without an answer. A machine that
+#: vanishes closes no connection; by nats-py's own values, its clients would look for another server of the cluster after six
+#: minutes, and by these after 15 s.
+PING_S, MAX_PINGS = 5.0, 2
+NOTICING: dict[str, Any] = {"ping_interval": PING_S, "max_outstanding_pings": MAX_PINGS}
+
 
 class PlainTextError(nats.errors.Error):
     """A server with a `tls://` URL does not offer TLS."""
@@ -23,6 +29,17 @@ class NatsClient(Client):
     """
 
     votes = False
+
+    def stay(self) -> None:
+        """From now on, do not replace the connection if it breaks."""
+        self.options["allow_reconnect"] = False
+
+    async def _process_op_err(self, e: Exception) -> None:
+        """Leave a server that is silent at once. To close its connection would wait until it has read what was sent to it."""
+        writer = getattr(self._transport, "_io_writer", None)
+        if isinstance(e, nats.errors.StaleConnectionError) and writer is not None:
+            writer.transport.abort()
+        await super()._process_op_err(e)
 
     async def close(self) -> None:
         """Close the connection. Its socket is closed also if the rest cannot be sent any more, when nats-py keeps it open."""

@@ -27,7 +27,7 @@ from wooly_bus.access import Access, options
 from wooly_bus.contract_types import Event, Q, R, Rpc
 from wooly_bus.envelope import decode_reply, encode
 from wooly_bus.errors import BusConnectError, BusError, BusTimeoutError, NoResponderError, RefusedError
-from wooly_bus.nats_client import NatsClient, PlainTextError
+from wooly_bus.nats_client import NOTICING, NatsClient, PlainTextError
 from wooly_bus.supervision import start_errand, start_task, start_thread
 
 if TYPE_CHECKING:
@@ -227,12 +227,13 @@ class ControlClient:
                 self._ended.set()
 
         connecting = client.connect(
-            [server.strip() for server in self.access.url.split(",")],
+            self.access.servers,
             name=self._name,
-            connect_timeout=max(1, int(timeout)),
+            connect_timeout=timeout / len(self.access.servers),  # type: ignore[arg-type]  # one of them may be silent
             max_reconnect_attempts=-1,
             reconnect_time_wait=0.2,  # type: ignore[arg-type]  # the client sleeps this many seconds; annotated int
             allow_reconnect=True,
+            **NOTICING,
             error_cb=on_error,
             closed_cb=on_closed,
             **options(held, self._tls),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import signal
 import socket
 import subprocess
 import sysconfig
@@ -73,6 +74,10 @@ class NatsCluster:
         """Kill a server, as a crash would."""
         self._processes[number].kill()
         self._processes[number].wait()
+
+    def freeze(self, number: int) -> None:
+        """Let a server fall silent, as if its machine had vanished: its connections stay open, and nothing answers."""
+        self._processes[number].send_signal(signal.SIGSTOP)
 
 
 def _free_ports(count: int) -> list[int]:

@@ -159,7 +159,7 @@ async def jetstream(there: str | Access) -> AsyncIterator[JetStreamContext]:
     try:
         held = None if access.credentials is None else access.credentials()
         client = await nats.connect(
-            access.url,
+            access.servers,
             connect_timeout=3,
             max_reconnect_attempts=3,
             allow_reconnect=True,

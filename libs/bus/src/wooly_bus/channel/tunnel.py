@@ -46,7 +46,7 @@ from wooly_bus.channel.tunnel_places import TunnelLimits, TunnelPlaces
 from wooly_bus.contract_types import Rpc
 from wooly_bus.envelope import decode_reply, encode
 from wooly_bus.errors import BusError, BusTimeoutError, RefusedError, shown
-from wooly_bus.nats_client import NatsClient
+from wooly_bus.nats_client import NatsClient, PlainTextError
 from wooly_bus.rpc import CLOSE_S, nats_errors, settled
 from wooly_bus.supervision import start_errand, start_thread
 from wooly_bus.tunnel_messages import OpenTunnelReply, OpenTunnelRequest
@@ -199,10 +199,10 @@ class _Tunnel:
         try:
             async with asyncio.timeout(timeout):
                 await self._client.connect(
-                    [server.strip() for server in self._access.url.split(",")],
+                    self._access.servers,
                     name="wooly-tunnel",
-                    allow_reconnect=False,  # a reconnect loses messages in flight, so the stream cannot continue
-                    connect_timeout=max(1, int(timeout)),
+                    allow_reconnect=True,  # until it is connected: a server may be silent
+                    connect_timeout=timeout / len(self._access.servers),  # type: ignore[arg-type]  # annotated int
                     max_reconnect_attempts=1,
                     reconnect_time_wait=0.1,  # type: ignore[arg-type]  # the client sleeps this many seconds; annotated int
                     pending_size=4
@@ -211,6 +211,7 @@ class _Tunnel:
                     closed_cb=self._on_closed,
                     **options(held, self._access.tls()),
                 )
+                self._client.stay()  # a reconnect loses messages in flight, so the stream cannot continue
                 self.inbox = f"{under}.{secrets.token_hex(11)}" if under else self._client.new_inbox()
                 await self._client.subscribe(self.inbox, cb=self._on_message)
                 await settled(self._client)
@@ -436,6 +437,8 @@ class _Tunnel:
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = what = str(error) or type(error).__name__
+        if not self.inbox and ("authorization" in what.lower() or isinstance(error, (ssl.SSLError, PlainTextError))):
+            raise error  # another attempt would fail in the same way
         if self._to:
             await self.end(
                 f"the tunnel broke: the connection to NATS at {self._access} failed: {what}{self._expiry_hint()}"

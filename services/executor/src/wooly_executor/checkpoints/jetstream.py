@@ -25,7 +25,7 @@ from nats.js.errors import NoStreamResponseError, NotFoundError
 from nats.js.kv import KeyValue
 from nats.js.object_store import ObjectStore
 from wooly_bus.access import Access, Shows, options
-from wooly_bus.nats_client import NatsClient
+from wooly_bus.nats_client import NOTICING, NatsClient
 from wooly_bus.streams import replicas
 from wooly_bus.supervision import start_thread
 
@@ -142,11 +142,12 @@ class JetStreamFiles:
             more |= {"user_jwt_cb": shows.jwt, "signature_cb": shows.signature, "inbox_prefix": held.inbox}
         client = NatsClient()
         connecting = client.connect(
-            self._access.url,
+            self._access.servers,
             name="wooly-checkpoints",
             connect_timeout=5,
             max_reconnect_attempts=-1,  # NATS may be away for long
             reconnect_time_wait=1,
+            **NOTICING,
             error_cb=self._on_error,
             **more,
         )
