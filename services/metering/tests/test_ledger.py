@@ -114,7 +114,7 @@ def test_usage_record_becomes_one_entry_and_sums(ledger):
     done = ledger.take(event(record("a"), record("b", tenant="bits")), event(record("a", ended=True), batch=2))
     assert (done.entries, done.duplicates, done.tenants) == (3, 0, {"acme", "bits"})
     assert (done.core_ucr, done.vram_ucr) == (1_200_000_000, 120_000_000)
-    assert set(done.runs) == {("a", "gpu-0", "acme", True), ("b", "gpu-0", "bits", False)}
+    assert set(done.runs) == {("a", "gpu-0", "acme", NOW, True), ("b", "gpu-0", "bits", NOW, False)}
     found = entries(ledger)
     assert [e.id for e in found] == [1, 2, 3] and {e.core_ucr for e in found} == {400_000_000}
     a, b = sorted(rows(ledger), key=lambda r: r.name)
@@ -122,7 +122,22 @@ def test_usage_record_becomes_one_entry_and_sums(ledger):
     assert ledger.reader.totals() == (1_200_000_000, 120_000_000) and ledger.reader.totals("bits")[0] == 400_000_000
     assert [(r.tenant, r.name, r.runs) for r in rows(ledger, "model", tenant="acme")] == [("acme", "llama", 20)]
     assert sum(r.core_ucr for r in rows(ledger, "hour")) == 1_200_000_000
-    assert ledger.reader.open_runs() == [("b", "gpu-0", "bits")]
+    assert ledger.reader.open_runs() == [("b", "gpu-0", "bits", NOW)]
+
+
+def test_run_whose_session_comes_back_to_its_executor_goes_on(ledger):
+    """Its end in the executor's last process may be booked late."""
+    again = {"source": "gpu-0/2"}
+    first, second, third = (record("a", at_us=NOW + s * SECOND, ended=s == 1) for s in range(3))
+    ledger.take(event(first), event(second, batch=2))
+    assert rows(ledger)[0].ended and not ledger.reader.open_runs()
+    (run,) = ledger.take(event(third, **again)).runs
+    assert not run.ended and not rows(ledger)[0].ended
+    assert ledger.reader.open_runs() == [("a", "gpu-0", "acme", NOW + 2 * SECOND)]
+    ledger.take(event(second, batch=3))
+    assert not rows(ledger)[0].ended
+    ledger.take(event(record("a", at_us=NOW + 3 * SECOND, ended=True), batch=2, **again))
+    assert rows(ledger)[0].ended and not ledger.reader.open_runs()
 
 
 def test_run_on_two_executors_ends_when_both_end(ledger):

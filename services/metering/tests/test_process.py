@@ -21,9 +21,10 @@ from wooly_bus.contract_types import Event
 from wooly_bus.errors import BusError, RefusedError
 from wooly_bus.streams import StreamError, ensure_stream, publish
 from wooly_metering.core.budgets import Budget
+from wooly_metering.enforcement import Enforcer
 from wooly_metering.ledger.database import Database
 from wooly_metering.ledger.reader import Reader
-from wooly_metering.ledger.writer import Writer
+from wooly_metering.ledger.writer import BookedRun, Writer
 from wooly_testkit.nats import nats_server as start_nats_server
 from wooly_wis.credits import (
     AddPlanRequest,
@@ -41,7 +42,7 @@ from wooly_wis.credits import (
 )
 from wooly_wis.messages import CheckTokenReply, SessionPolicy, SteerSessionReply
 
-from .conftest import event, free_port, record, until
+from .conftest import NOW, event, free_port, record, until
 
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(180)]
 #: The tests of the ledger use both databases in the quick suite, too.
@@ -434,6 +435,40 @@ async def test_budget_holds_a_tenants_sessions_until_it_is_raised(url, start_met
         raised = SetBudgetRequest(tenant="acme", hard_ucr=9_000_000_000)
         assert not (await ask(app, contracts.METERING_BUDGET_SET, raised)).held
         await until(lambda: set(executor.holds.values()) == {""})
+
+
+class OneBudget:
+    """A ledger with one budget, which is spent."""
+
+    limit = 1
+
+    def open_runs(self):
+        return []
+
+    def budgets(self):
+        return [Budget("acme", hard_ucr=self.limit)]
+
+    def spent(self, budget, now_us):
+        return 5
+
+
+async def test_session_that_came_back_to_its_executor_is_resumed_although_its_end_there_was_booked_late():
+    told, ledger = [], OneBudget()
+
+    class App:
+        async def publish(self, *_):
+            pass
+
+        async def request(self, rpc, request, timeout):
+            told.append(bool(request.hold))
+
+    enforcer = Enforcer(App(), ledger)
+    enforcer.note_runs((BookedRun("a", "gpu-0", "acme", 2, False),))
+    await enforcer.begin(NOW)
+    enforcer.note_runs((BookedRun("a", "gpu-0", "acme", 1, True),))
+    ledger.limit = 9
+    await enforcer.look(None, NOW)
+    assert told == [True, False]
 
 
 @QUICK_ON_SQLITE

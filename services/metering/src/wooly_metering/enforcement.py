@@ -49,8 +49,8 @@ class Enforcer:
     def __init__(self, app: ServiceApp, reader: Reader) -> None:
         self._app, self._reader = app, reader
         self._turn = asyncio.Lock()
-        #: tenant -> open (session, executor) pairs
-        self._open: dict[str, set[tuple[str, str]]] = {}
+        #: tenant -> open (session, executor) pairs -> time of their last booked usage
+        self._open: dict[str, dict[tuple[str, str], int]] = {}
         self._told: dict[str, str] = {}
         self._held: dict[str, set[tuple[str, str]]] = {}
         self._budgeted: set[str] = set()
@@ -65,24 +65,27 @@ class Enforcer:
         A session that another process held may have to be resumed, because a day or month began, or the limit was raised, since
         that process ended.
         """
-        for session, executor, tenant in await asyncio.to_thread(self._reader.open_runs):
-            self._open.setdefault(tenant, set()).add((session, executor))
+        for session, executor, tenant, until_us in await asyncio.to_thread(self._reader.open_runs):
+            self._open.setdefault(tenant, {})[session, executor] = until_us
         await self.look(None, now_us)
         for tenant in sorted(self._budgeted & self._open.keys()):
             if not self.held(tenant):
                 await self._tell(tenant, set(self._open[tenant]), "")
 
     def note_runs(self, runs: tuple[BookedRun, ...]) -> None:
-        """Note the runs for which usage was booked."""
-        for session, executor, tenant, ended in runs:
-            known = self._open.setdefault(tenant, set())
-            if ended:
-                known.discard((session, executor))
+        """Note the runs for which usage was booked.
+
+        The end of a run may be booked after the session has come back to the executor: it goes on then.
+        """
+        for session, executor, tenant, until_us, ended in runs:
+            known = self._open.setdefault(tenant, {})
+            if not ended:
+                known[session, executor] = max(until_us, known.get((session, executor), 0))
+            elif known.get((session, executor), 0) <= until_us:
+                known.pop((session, executor), None)
                 self._held.get(tenant, set()).discard((session, executor))
-                if not known:
-                    del self._open[tenant]
-            else:
-                known.add((session, executor))
+            if not known:
+                del self._open[tenant]
 
     async def look(self, tenants: frozenset[str] | None, now_us: int) -> None:
         """Check the budgets of these tenants, or of all tenants (None), and hold or resume their sessions."""
@@ -114,7 +117,7 @@ class Enforcer:
             await self._app.publish(contracts.METERING_BUDGET_REACHED, event)
         self._told[tenant] = reached
         if reached == "hard":
-            wanted = self._open.get(tenant, set()) - self._held.get(tenant, set())
+            wanted = self._open.get(tenant, {}).keys() - self._held.get(tenant, set())
             await self._tell(tenant, set(wanted), why(budget, spent))
         else:
             await self._tell(tenant, set(self._held.get(tenant, ())), "")

@@ -163,12 +163,15 @@ class RunSum:
     sums: Sums = field(default_factory=Sums)
 
     def widen(self, began_us: int, until_us: int, ended: bool) -> None:
-        """Extend the run by further usage: the time of that usage, and whether the run ended with it."""
+        """Extend the run by further usage: the time of that usage, and whether the run ended with it.
+
+        A run goes on after its end if its session comes back to the executor, and usage from before may arrive later.
+        """
         if began_us < self.began_us:
             self.began_us = began_us
-        if until_us > self.until_us:
+        if until_us >= self.until_us:
+            self.ended = ended or (self.ended and until_us == self.until_us)
             self.until_us = until_us
-        self.ended = self.ended or ended
 
 
 class LastUsage(NamedTuple):

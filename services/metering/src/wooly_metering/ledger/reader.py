@@ -122,11 +122,13 @@ class Reader:
             query = query.where(hours.c.hour_us < request.until_us)
         return query
 
-    def open_runs(self) -> list[tuple[str, str, str]]:
-        """(session, executor, tenant) of runs whose last record is not booked."""
+    def open_runs(self) -> list[tuple[str, str, str, int]]:
+        """(session, executor, tenant, time of the last booked usage) of runs whose end is not booked."""
         with self._db.reading() as c:
-            query = select(runs.c.session_id, runs.c.executor_id, runs.c.tenant).where(runs.c.ended.is_(False))
-            return [(row.session_id, row.executor_id, row.tenant) for row in c.execute(query)]
+            query = select(runs.c.session_id, runs.c.executor_id, runs.c.tenant, runs.c.until_us).where(
+                runs.c.ended.is_(False)
+            )
+            return [(row.session_id, row.executor_id, row.tenant, row.until_us) for row in c.execute(query)]
 
     # -- budgets and plans -------------------------------------------------------------------------------------------
 

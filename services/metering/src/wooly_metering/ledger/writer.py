@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, Table, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Table, case, delete, func, insert, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from wooly_bus.contracts import USAGE_AGE_S
 from wooly_wis.credits import CreditsRow, PricePlan, Statement, UsageRecorded
@@ -66,11 +66,12 @@ _QUANTITIES = SUMS[1:]
 
 
 class BookedRun(NamedTuple):
-    """A run for which usage was booked. `ended`: the run's last record is booked, too."""
+    """A run for which usage was booked, until a time. `ended`: the run ended at this time."""
 
     session_id: str
     executor_id: str
     tenant: str
+    until_us: int
     ended: bool
 
 
@@ -143,7 +144,7 @@ class Writer:
             len(booking.entries),
             booking.duplicates,
             frozenset(booking.tenants),
-            tuple([BookedRun(s, e, run.tenant, run.ended) for (s, e), run in booking.runs.items()]),
+            tuple([BookedRun(s, e, run.tenant, run.until_us, run.ended) for (s, e), run in booking.runs.items()]),
             tuple(zip(ids, [q.reason for q in booking.quarantined], strict=True)),
             sum([run.sums.core_ucr for run in booking.runs.values()]),
             sum([run.sums.vram_ucr for run in booking.runs.values()]),
@@ -568,6 +569,10 @@ def _add(c: Connection, table: Table, rows: list[dict[str, Any]], is_sqlite: boo
         least, most = (func.min, func.max) if is_sqlite else (func.least, func.greatest)
         changes["began_us"] = least(table.c.began_us, new.began_us)
         changes["until_us"] = most(table.c.until_us, new.until_us)
-        changes["ended"] = table.c.ended | new.ended if is_sqlite else table.c.ended.op("OR")(new.ended)
+        changes["ended"] = case(  # as `RunSum.widen`
+            (new.until_us > table.c.until_us, new.ended),
+            (new.until_us == table.c.until_us, or_(table.c.ended, new.ended)),
+            else_=table.c.ended,
+        )
     keys = [column.name for column in table.primary_key]
     c.execute(statement.on_conflict_do_update(index_elements=keys, set_=changes), rows)
