@@ -276,7 +276,8 @@ class Installation:
         text = f'server_name: {name}\nhost: 127.0.0.1\nport: {port}\njetstream {{ store_dir: "{store}/js", max_file: 64GB }}\n'
         if len(routes) > 1:  # a single server with routes would wait for the others, without JetStream
             text += (
-                f"cluster {{ name: wooly, host: 127.0.0.1, port: {route}, no_advertise: true, routes: [{peers}] }}\n"
+                f"cluster {{ name: wooly, host: 127.0.0.1, port: {route}, no_advertise: true, routes: [{peers}], "
+                'ping_interval: "5s", ping_max: 2 }\n'
             )
         folder = self.folder / "nats"
         folder.mkdir(exist_ok=True)

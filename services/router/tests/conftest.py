@@ -54,6 +54,8 @@ class FakeExecutor:
     def __init__(self, app, name):
         self.app, self.name = app, name
         self.sessions, self.closed, self.jobs = {}, [], []
+        #: The requests to close after which sessions may go on in other executors.
+        self.left = []
         self.policies = {}
         self.refuse = None
         self.asked, self.held_up = [], 0
@@ -107,6 +109,8 @@ class FakeExecutor:
 
     async def on_close(self, request):
         self.closed.append((request.session_id, request.reason))
+        if request.passing:
+            self.left.append(request.session_id)
         closed = self.sessions.pop(request.session_id, None) is not None
         return CloseSessionReply(closed=closed, ended=self.ended.get(request.session_id))
 

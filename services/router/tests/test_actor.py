@@ -937,6 +937,8 @@ async def test_session_closed_event_of_executor_that_answered_too_late_ends_noth
             await r.actor.on_session_closed(event)
         await asyncio.sleep(0.1)
         assert await r.sessions() == [opened.session_id]
+        (late,) = [executor for executor in r.executors if executor.name == other]
+        await eventually(lambda: late.left == [opened.session_id])  # it may have been opened there since
 
 
 @pytest.mark.on_both
@@ -1061,6 +1063,7 @@ async def test_open_of_two_devices_with_one_refusal_opens_nothing(rig):
         )
         ((session_id, reason),) = r.executors[0].closed
         assert sessions_by_executor(r) == [[], []] and "another executor" in reason
+        assert r.executors[0].left == [session_id]  # a late request must not end a session that was opened there since
         assert await r.sessions() == []
         assert (await r.tasks.get(session_id)).state == "failed"
         r.executors[1].refuse = None

@@ -265,8 +265,15 @@ class Opening:
             self._claimed.pop(task.id, None)
             if silent:  # they may still host the session, which nobody uses
                 unused = await self._unused(task.id, silent)
-                closing = self._executors.close(unused, task.id, "it was opened elsewhere, or not at all")
+                closing = self._close(unused, task.id, "it was opened elsewhere, or not at all")
                 start_errand(closing, f"closing of session {task.id}")
+
+    async def _close(self, names: list[str], session_id: str, reason: str) -> None:
+        """Close a session on executors on which it does not run.
+
+        The request may be late, and the session may have been opened there meanwhile: then it goes on in another executor.
+        """
+        await self._executors.close(names, session_id, reason, passing=True)
 
     async def _unused(self, session_id: str, names: Collection[str]) -> list[str]:
         """Those of some executors on which no other router has opened a session meanwhile."""
@@ -518,7 +525,7 @@ class Opening:
         if len(parts) < len(executors):
             if task.state == "started":  # it is open there, and its client asks again
                 return None
-            await self._executors.close(taken, task.id, "another executor did not take its part of the session")
+            await self._close(taken, task.id, "another executor did not take its part of the session")
             if unexpected is not None:
                 raise unexpected
             return None
@@ -618,10 +625,10 @@ class Opening:
                 await self._world.tasks.move(s, session_id, "started", f"on {', '.join(names)}", now)
                 await self._world.tasks.set_lease(s, Lease(session_id, token, now + self._settings.lease_s))
         except RefusedError as e:
-            await self._executors.close(await self._unused(session_id, names), session_id, str(e))
+            await self._close(await self._unused(session_id, names), session_id, str(e))
             raise
         except Exception as e:
-            await self._executors.close(names, session_id, f"its start could not be stored: {type(e).__name__}")
+            await self._close(names, session_id, f"its start could not be stored: {type(e).__name__}")
             raise
 
     async def _admit_all(
