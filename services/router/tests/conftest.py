@@ -58,6 +58,8 @@ class FakeExecutor:
         self.left = []
         self.policies = {}
         self.refuse = None
+        #: Called with the request before a session opens.
+        self.before_open = None
         self.asked, self.held_up = [], 0
         self.late_s = 0.0
         #: How sessions ended that this executor no longer has.
@@ -76,6 +78,8 @@ class FakeExecutor:
             await asyncio.sleep(0.4)
         if self.refuse:
             raise self.refuse
+        if self.before_open:
+            await self.before_open(request)
         self.sessions[request.session_id] = request
         self.policies[request.session_id] = request.policy
         return HostSessionReply(endpoints=(f"unix:///tmp/{self.name}.sock",))

@@ -220,6 +220,18 @@ async def test_lowered_ceiling_lowers_running_and_waiting_tasks(rig):
         assert (waiting.priority, waiting.spec["weight"]) == (2, 50)
 
 
+async def test_session_whose_class_is_changed_while_it_opens_gets_the_new_class(rig):
+    async with rig("a") as r:
+        (executor,) = r.executors
+
+        async def lower(request):
+            await r.actor.tenants.put(NOBODY, request.tenant, TenantChange(class_ceiling=3))
+
+        executor.before_open = lower
+        opened = await r.open(priority=2)
+        assert executor.policies[opened.session_id].priority == (await r.tasks.get(opened.session_id)).priority == 3
+
+
 async def test_withdrawn_exclusive_permission_makes_waiting_tasks_shared(rig):
     async with rig("a", auth="tokens") as r:
         await tenant(r, "bob", exclusive=True)

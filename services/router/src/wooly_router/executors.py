@@ -16,6 +16,7 @@ from wooly_wis.messages import (
     RenewSessionReply,
     RenewSessionRequest,
     SessionClosed,
+    SteerSessionRequest,
 )
 
 log = logging.getLogger("wooly.router")
@@ -57,6 +58,17 @@ class Executors:
             ],
             return_exceptions=True,
         )
+
+    async def steer(self, names: Sequence[str], session_id: str, priority: int) -> None:
+        """Change a session's class on executors. An executor that does not answer keeps the session in its old class."""
+        request = SteerSessionRequest(session_id=session_id, priority=priority)
+        contract = contracts.EXECUTOR_SESSION_STEER
+        asking = [self._app.request(contract.at(name), request, timeout=EXECUTOR_TIMEOUT_S) for name in names]
+        for name, answer in zip(names, await asyncio.gather(*asking, return_exceptions=True), strict=True):
+            if isinstance(answer, BusError):
+                log.warning("session %s keeps its old class on executor %s: %s", session_id, name, answer)
+            elif isinstance(answer, BaseException):
+                raise answer
 
     async def close(
         self, executor_ids: list[str], session_id: str, reason: str, *, passing: bool = False

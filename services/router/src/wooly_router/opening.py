@@ -530,7 +530,9 @@ class Opening:
                 raise unexpected
             return None
         if task.state != "started":
-            await self._start(task, token, taken)
+            priority = await self._start(task, token, taken)
+            if priority != request.priority:  # it was changed while the executors took the session
+                await self._executors.steer(taken, task.id, priority)
         credentials = ""
         if self._issuer is not None:
             ttl_s = self._settings.session_credentials_s
@@ -611,8 +613,8 @@ class Opening:
                 parts.append(part)
         return parts, unexpected
 
-    async def _start(self, task: TaskRecord, token: str, names: list[str]) -> None:
-        """Mark the session as started: all executors host it.
+    async def _start(self, task: TaskRecord, token: str, names: list[str]) -> int:
+        """Mark the session as started: all executors host it. Returns the class that it should have now.
 
         Raises:
             RefusedError: the session was cancelled meanwhile.
@@ -621,7 +623,8 @@ class Opening:
         now, session_id = self._clock(), task.id
         try:
             async with self._world.database.writing() as s:
-                self._check_mine(task, await self._world.tasks.locked(s, session_id))
+                known = await self._world.tasks.locked(s, session_id)
+                self._check_mine(task, known)
                 await self._world.tasks.move(s, session_id, "started", f"on {', '.join(names)}", now)
                 await self._world.tasks.set_lease(s, Lease(session_id, token, now + self._settings.lease_s))
         except RefusedError as e:
@@ -630,6 +633,7 @@ class Opening:
         except Exception as e:
             await self._close(names, session_id, f"its start could not be stored: {type(e).__name__}")
             raise
+        return task.priority if known is None else known.priority
 
     async def _admit_all(
         self,
