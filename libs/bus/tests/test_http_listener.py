@@ -242,7 +242,7 @@ async def test_accept_is_called_only_if_connection_waits(monkeypatch):
     assert waited == [True] * 3
 
 
-async def test_no_free_descriptor_closes_stranger_and_continues(monkeypatch):
+async def test_no_free_descriptor_closes_stranger_and_continues(monkeypatch, caplog):
     loop = asyncio.get_running_loop()
     accept, full = loop.sock_accept, [2]
 
@@ -260,6 +260,7 @@ async def test_no_free_descriptor_closes_stranger_and_continues(monkeypatch):
         third = await asked(address, head(token="root", content_length=0))
         assert (await answer(third[0]))[0] == 200
         assert await ended(first[0]) and full == [0]
+    assert caplog.text.count("cannot accept connections") == 1
 
 
 async def test_tls_handshake_missing_at_deadline_is_closed(tmp_path):

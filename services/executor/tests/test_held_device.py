@@ -9,6 +9,7 @@ from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.channel.tunnel import TunnelListener
 from wooly_bus.errors import RefusedError
+from wooly_executor import control
 from wooly_executor.control import ExecutorActor
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
@@ -132,6 +133,15 @@ async def test_lease_renewal_is_answered_while_the_device_is_busy(bench):
     assert first == second and steered.policy.priority == 0 and closed.closed
     assert bench.sessions() == {"p0", "new"}
     assert ("p0", "the session's lease lapsed") not in bench.closed
+
+
+async def test_session_is_refused_if_its_client_could_not_connect_for_lack_of_descriptors(bench, monkeypatch):
+    """The router uses another executor then. A session that is open there already stays."""
+    known = await bench.open("known", lease_s=60.0)
+    monkeypatch.setattr(control, "free_descriptors", lambda: ExecutorSettings(id="x").spare_descriptors + 1)
+    with pytest.raises(RefusedError, match="no free file descriptor for a client .* raise its limit with `ulimit -n`"):
+        await bench.open("new")
+    assert await bench.open("known", lease_s=60.0) == known and bench.sessions() == {"known"}
 
 
 async def test_heartbeat_while_the_device_is_busy_lists_all_open_sessions(bench):

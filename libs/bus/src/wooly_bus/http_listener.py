@@ -27,6 +27,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from wooly_bus.errors import RefusedError
+from wooly_bus.limited_log import LimitedLog
 
 log = logging.getLogger("wooly.http")
 #: Descriptors of the process that are reserved for the database, NATS, files, and the next accepted connection.
@@ -326,6 +327,7 @@ class HttpServer(uvicorn.Server):
         self.closing: Callable[[], None] = lambda: None
         self._tls = tls
         self._accepting: list[asyncio.Task[None]] = []
+        self._full_log = LimitedLog(log, "attempts to accept connections failed", lines=1)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -391,10 +393,9 @@ class HttpServer(uvicorn.Server):
             except OSError as e:
                 if e.errno in _FULL:
                     count = sum([self.table.shed() for _ in range(FULL_SHED)])
-                    log.warning(
-                        "cannot accept connections: %s; closed %d connections without a token or request; raise `ulimit -n`",
-                        e,
-                        count,
+                    self._full_log.warning(
+                        f"cannot accept connections: {e}; closed {count} connections without a token or request; raise "
+                        "`ulimit -n`"
                     )
                     await asyncio.sleep(
                         0 if count else FULL_PAUSE_S

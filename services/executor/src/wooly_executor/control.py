@@ -18,6 +18,7 @@ from opentelemetry.trace import SpanContext
 from wooly_bus import contracts
 from wooly_bus.actor import Actor
 from wooly_bus.app import ServiceApp
+from wooly_bus.channel.descriptors import free_descriptors
 from wooly_bus.channel.peer_process import has_ended
 from wooly_bus.channel.token import Pass, SharedPass, SignedPass
 from wooly_bus.channel.tunnel import TunnelListener
@@ -194,7 +195,18 @@ class ExecutorActor(Actor):
     def _begin(self, request: HostSessionRequest) -> _Lease:
         """Make the device's thread open a session. The lease starts when the session is open, and ends if the router gave up
         meanwhile.
+
+        Raises:
+            RefusedError: no client could connect, because this process has no free file descriptors.
         """
+        spare = self._settings.spare_descriptors
+        if free_descriptors() < spare + 2:  # below that, the acceptor lets new connections wait
+            raise RefusedError(
+                AdmissionError.code,
+                f"the executor has no free file descriptor for a client ({spare} are reserved for the sessions that run); raise "
+                "its limit with `ulimit -n`",
+                retryable=True,
+            )
         policy = _policy(request.policy or SessionPolicy(priority=request.priority))
         entry, hosted = self._entry(request), hosted_under()
         lease = self._leases[request.session_id] = _Lease(request.token, request.lease_s, request.epoch)
