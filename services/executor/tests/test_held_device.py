@@ -139,7 +139,7 @@ async def test_session_is_refused_if_its_client_could_not_connect_for_lack_of_de
     """The router uses another executor then. A session that is open there already stays."""
     known = await bench.open("known", lease_s=60.0)
     monkeypatch.setattr(control, "free_descriptors", lambda: ExecutorSettings(id="x").spare_descriptors + 1)
-    with pytest.raises(RefusedError, match="no free file descriptor for a client .* raise its limit with `ulimit -n`"):
+    with pytest.raises(RefusedError, match=r"no free file descriptor for a client .* raise its limit with `ulimit -n`"):
         await bench.open("new")
     assert await bench.open("known", lease_s=60.0) == known and bench.sessions() == {"known"}
 
