@@ -679,3 +679,21 @@ async def test_session_that_waits_after_a_loss_outlasts_an_answer_that_is_lost_w
         assert [(await record(r, s)).state for s in (opened, other)] == ["pending", "failed"]
         await r.close(holder)
         assert (await come_back(r, opened)).parts[0].executor_id == "a"
+
+
+async def test_session_whose_router_dies_while_it_opens_after_a_loss_outlasts_an_answer_that_is_lost(rig):
+    """Until the other routers may open it, its client is refused. Its next answer may be lost with NATS, too."""
+    async with rig("a") as r:
+        await beat(r)
+        opened = await r.open(recovers=True)
+        await r.actor.lose_part(await record(r, opened), "a", "the connection broke", passing=True)
+        dead = r.another()
+        await dead.on_heartbeat(r.executors[0].heartbeat(checkpoints="store"))
+        place = QueuePlace(session_id=opened.session_id, token=opened.token)
+        task = await dead._opening._queue.enter(place, (await record(r, opened)).tenant)
+        await dead._opening._choose(task, True, {})  # it dies here
+        assert (await refusal(come_back(r, opened))).code == "router.opening"
+        r.clock.now += ABANDONED_S + 21
+        await beat(r)
+        await r.actor.lapse()
+        assert (await come_back(r, opened)).parts

@@ -461,7 +461,7 @@ class Opening:
             await self._world.tasks.take_devices(s, task.id, parts, **begun)
             self._claimed[task.id] = now + ABANDONED_S
             if queues:  # while a router opens it, its client does not ask
-                await self._queue.keep(s, task.id, now + ABANDONED_S)
+                await self._queue.keep(s, task, now + ABANDONED_S)
         return executors, tuple([overcommit_of(nodes.get(e.node), config) for e in executors])
 
     async def _none_alive(self, now: float) -> RefusedError:

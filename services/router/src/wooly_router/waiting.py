@@ -52,9 +52,9 @@ class SessionQueue:
         """Give a new session its place: the lease by which its client may ask again."""
         await self._world.tasks.set_lease(s, Lease(task.id, token, self._clock() + 3 * _pause_s(1) + LEASE_MARGIN_S))
 
-    async def keep(self, s: AsyncSession, session_id: str, until: float) -> None:
+    async def keep(self, s: AsyncSession, task: TaskRecord, until: float) -> None:
         """Keep a session's place until a time, and for the question of its client after that time."""
-        await self._world.tasks.keep_lease(s, session_id, until + LEASE_MARGIN_S)
+        await self._world.tasks.keep_lease(s, task.id, until + _margin_s(task))
 
     async def put_back(self, session_id: str) -> None:
         """Free the devices of a session whose opening the database interrupted, if the database answers again.
@@ -153,7 +153,7 @@ class SessionQueue:
             if known.reason != reason[:4096]:
                 tell_at = None if known.reason.startswith("waits: ") else now
                 await self._world.tasks.note_waiting(s, task.id, WAITING | dict(record), reason, tell_at)
-            lease_s = 3 * _pause_s(place) + (LATE_MARGIN_S if task.attempt else LEASE_MARGIN_S)
+            lease_s = 3 * _pause_s(place) + _margin_s(task)
             await self._world.tasks.set_lease(s, Lease(task.id, token, now + lease_s))
         return OpenSessionReply(
             session_id=task.id,
@@ -182,6 +182,10 @@ def bound(request: OpenSessionRequest, task: TaskRecord) -> OpenSessionRequest:
         "swap": not task.noswap,
     }
     return request.model_copy(update=terms)
+
+
+def _margin_s(task: TaskRecord) -> float:
+    return LATE_MARGIN_S if task.attempt else LEASE_MARGIN_S
 
 
 def _pause_s(place: int) -> float:
