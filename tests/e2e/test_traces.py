@@ -183,7 +183,7 @@ def test_collector_receives_trace_of_client_and_services(tmp_path):
             patch.setenv("WOOLY_TRACES", "off")
             stack = start_stack(tmp_path / "stack", ephemeral=True)
             env = os.environ | stack.client_env
-            argv = [sys.executable, "-m", "wooly", "run", "-q", str(script)]
+            argv = [sys.executable, "-m", "wooly", "run", str(script)]  # it waits until metering has booked its usage
             subprocess.run(argv, check=True, env=env, timeout=120)
         assert rest(stack, "traces") == {"traces": []}
         stack.stop()
