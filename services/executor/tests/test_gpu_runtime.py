@@ -513,6 +513,24 @@ def no_such_function(*_):
     raise RuntimeError("the library cannot do it")
 
 
+@pytest.mark.parametrize(
+    ("made", "said"), [(1, "1 random calls of a graph were announced and not made"), (3, "not announced")]
+)
+def test_capture_with_other_number_of_random_calls_fails(driver, made, said):
+    t = torch.zeros(4)
+
+    def draw():
+        for seed in range(made):
+            driver.seed(seed)
+            t.normal_()
+
+    with pytest.raises(RuntimeError, match=said):
+        driver.capture(draw, draws=2)
+    driver.seed(5)  # the default generator has its own state again
+    assert torch.equal(torch.rand(4), torch.rand(4, generator=torch.Generator().manual_seed(5)))
+    driver.capture(lambda: t.add_(1)).replay()
+
+
 def test_graphs_random_operator_that_looks_at_values_stays_outside(gpu, driver, wis):
     v = wis.at(F32, 16)
     body = wis.body().alloc("p", 64).alloc("x", 64)

@@ -253,10 +253,16 @@ class Captures:
 
     @contextlib.contextmanager
     def _drawing(self, generators: Sequence[Any]) -> Iterator[None]:
-        """Let random calls draw from these generators, one after the other. Afterwards, the default generator is as before."""
+        """Let random calls draw from these generators, one after the other. Afterwards, the default generator is as before.
+
+        Raises:
+            RuntimeError: there were fewer random calls, so replays would give them the seeds of others.
+        """
         self._draws = deque(generators)
         try:
             yield
+            if self._draws:
+                raise RuntimeError(f"{len(self._draws)} random calls of a graph were announced and not made")
         finally:
             before, self._before, self._draws = self._before, None, None
             if before is not None:
