@@ -19,7 +19,7 @@ usage: tests/gpu/run.sh [--wheels DIR] [--python PY] [--env DIR] [--truth cuda|c
   --only PATTERN   groups of cases, such as 'mm' or 'nn.functional.*'
   section          operators autocast training facade errors compiled script, or runtime, or runtime:NAME with NAME of
                    facts bytes_to_and_fro library substitutes kernels interop complaints arguments events graphs
-                   failed_captures split_graphs moving_and_lent captures foreign_kernels foreign_walls speed
+                   failed_captures drawn_graphs split_graphs moving_and_lent captures foreign_kernels foreign_walls speed
                    (default: all), or none: only prepare the environment
 TEXT
 }
