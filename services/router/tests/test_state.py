@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import sqlite3
 import threading
@@ -177,6 +178,27 @@ async def test_connection_to_postgresql_breaks_soon_after_the_server_has_vanishe
             found = raw.driver_connection.info.get_parameters()
         await database.close()
         assert (found["tcp_user_timeout"], found["connect_timeout"], found["keepalives_idle"]) == (seconds, "5", "10")
+
+
+async def test_close_waits_for_operations_in_progress(stored_url):
+    """Their connections belong to the closed pool, which nobody closes a second time."""
+    database = Database(stored_url, durable=False)
+    begun, done = asyncio.Event(), []
+
+    async def work():
+        async with database.writing() as s:
+            await s.execute(text("SELECT 1"))
+            begun.set()
+            await asyncio.sleep(0.1)
+            done.append((await s.execute(text("SELECT 2"))).scalar_one())
+
+    working = asyncio.create_task(work())
+    await begun.wait()
+    await database.close()
+    assert done == [2]
+    await working
+    del working
+    gc.collect()  # a connection that is still open warns
 
 
 async def test_close_after_cancelled_connecting_waits_for_its_thread(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from sqlalchemy import Connection, event, exc, make_url, text
 from sqlalchemy.dialects import postgresql as dialect
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.pool import QueuePool
 from wooly_bus import postgresql
 from wooly_bus.limited_log import LimitedLog, first_line
 
@@ -35,8 +36,9 @@ DATABASE_AWAY_TEXT = "the controller's database does not answer; see the router'
 _away = LimitedLog(logging.getLogger("wooly.router"), "lines said that the database does not answer", lines=1)
 #: Seconds that a writer waits for another writer (SQLite allows one at a time).
 BUSY_S = 30.0
-#: Seconds that closing waits for operations of SQLite whose callers were cancelled.
-LAST_OPERATION_S = 5.0
+#: Seconds that closing waits for transactions in progress, and for operations of SQLite whose callers were cancelled; and seconds
+#: between two looks.
+LAST_OPERATION_S, LOOK_S = 5.0, 0.01
 
 
 def log_away(what: str, error: Exception) -> None:
@@ -127,14 +129,18 @@ class Database:
             yield session
 
     async def close(self) -> None:
-        """Close the connections.
+        """Close the connections, when the transactions in progress have ended: a connection that comes back later stays open.
 
-        An operation whose caller was cancelled goes on in its thread and reports to this event loop. So this waits for it.
+        An operation of SQLite whose caller was cancelled goes on in its thread and reports to this event loop. This waits for it,
+        too.
         """
+        loop, pool = asyncio.get_running_loop(), self._engine.pool
+        deadline = loop.time() + LAST_OPERATION_S
+        while isinstance(pool, QueuePool) and pool.checkedout() and loop.time() < deadline:
+            await asyncio.sleep(LOOK_S)
         await self._engine.dispose()
-        deadline = asyncio.get_running_loop().time() + LAST_OPERATION_S
         for worker in tuple(self._workers):
-            await asyncio.to_thread(worker.join, max(0.0, deadline - asyncio.get_running_loop().time()))
+            await asyncio.to_thread(worker.join, max(0.0, deadline - loop.time()))
 
 
 def _tune_sqlite(connection: Any, synchronous: str) -> None:
