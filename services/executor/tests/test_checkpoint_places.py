@@ -714,6 +714,29 @@ def test_jetstream_that_does_not_answer_is_an_error(no_pauses, monkeypatch):
     checkpoints.close()
 
 
+def test_request_that_waits_for_its_connection_ends_when_jetstream_is_closed(monkeypatch):
+    ended = []
+
+    async def connected(self):
+        try:
+            await asyncio.sleep(60)
+        finally:
+            for _ in range(100):  # as long as it takes to close a connection
+                await asyncio.sleep(0)
+            ended.append("ended")
+
+    monkeypatch.setattr(JetStreamFiles, "_connected", connected)
+    monkeypatch.setattr(jetstream_module, "TIMEOUT_S", 0.05)
+    before = set(threading.enumerate())
+    files = JetStreamFiles("nats://127.0.0.1:1/CHECKPOINTS")
+    with pytest.raises(TimeoutError, match="no answer"):
+        files.pipe_file(f"{files.root}/t/data-1-a", b"content")
+    (thread,) = set(threading.enumerate()) - before
+    files.close()
+    thread.join(10)
+    assert ended == ["ended"]
+
+
 @pytest.mark.parametrize("what", ["connection", "buckets"])
 def test_jetstream_that_was_away_takes_checkpoints_again(server, what):
     """nats-py closes a connection for good if its credentials expired, and a server that lost its disk has no buckets."""

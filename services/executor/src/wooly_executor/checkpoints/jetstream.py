@@ -33,8 +33,8 @@ log = logging.getLogger("wooly.executor")
 T = TypeVar("T")
 #: Maximum bytes of a value in the key-value bucket. A message of NATS has at most 1 MiB by default.
 SMALL = 64 << 10
-#: Maximum seconds of one request, and of a new connection.
-TIMEOUT_S, CONNECT_S = 60.0, 10.0
+#: Maximum seconds of one request, and of a new connection; and for the end of the connection and of what is under way.
+TIMEOUT_S, CONNECT_S, END_S = 60.0, 10.0, 1.0
 #: The bucket of a URL that names none.
 BUCKET = "WOOLY_CHECKPOINTS"
 _HERE, _OBJECT = b"\0", b"\1"
@@ -121,10 +121,20 @@ class JetStreamFiles:
         self._connecting = asyncio.Lock()
         self._client: Client | None = None
         loop.run_forever()
+        loop.run_until_complete(self._end())
+        loop.close()
+
+    async def _end(self) -> None:
+        """Close the connection, and end what is under way: a request that timed out may still wait for its connection."""
         if self._client is not None:
             with contextlib.suppress(Exception):  # the server may be gone
-                loop.run_until_complete(asyncio.wait_for(self._client.close(), 1.0))
-        loop.close()
+                await asyncio.wait_for(self._client.close(), END_S)
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            if not task.cancelling():
+                task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=END_S)
 
     async def _open(self) -> tuple[JetStreamContext, KeyValue, ObjectStore]:
         async with self._connecting:
