@@ -320,9 +320,9 @@ def drawn_graphs(gpu):
         "randn_like": lambda t: t.copy_(aten.randn_like(t)),
         "randint_like": lambda t: t.copy_(aten.randint_like(t, 1000)),
         **{
-            name: lambda t, name=name: getattr(t, name)() for name in ("uniform_", "normal_", "exponential_", "cauchy_")
+            name: lambda t, name=name: getattr(t, name)()
+            for name in ("uniform_", "normal_", "exponential_", "cauchy_", "log_normal_")
         },
-        "log_normal_": lambda t: t.log_normal_(),
         "geometric_": lambda t: t.geometric_(0.3),
         "random_": lambda t: t.random_(1000),
         "bernoulli_": lambda t: t.bernoulli_(0.3),

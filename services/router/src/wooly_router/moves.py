@@ -443,7 +443,7 @@ class Moves:
 
 
 def refuses(said: RenewSessionRequest, wish: TaskWish) -> bool:
-    """Whether a client says that it does not do what it was asked for, and not what it was asked for before that."""
+    """Whether a client refuses the current wish. Its refusal may belong to an earlier wish, which it names by the reason."""
     return bool(wish.do and said.stays) and said.refused in (None, wish.reason)
 
 

@@ -1,7 +1,7 @@
 """Fixed memory ("homes") for large inputs whose addresses change from run to run, so that the runs are equal for a graph.
 
 A graph lends its results, so the inputs of the graph behind it have the same addresses in each run. But the first graph of such
-a chain may get an input from a step that no graph contains: an embedding at the end of the optimizer's program, a dropout. If its
+a chain may get an input from a step that no graph contains, such as an embedding at the end of the optimizer's program. If its
 address is another one in each run, no later graph of the chain is ever captured. So this input is copied to a home, and its
 buffer uses the home from then on.
 """
