@@ -232,6 +232,33 @@ def test_channel_frames_read_ahead_of_a_paused_connection_arrive_after_resume(tm
         server.close()
 
 
+def test_frames_sent_before_a_hangup_arrive_although_an_answer_could_not_be_sent(tmp_path):
+    """The server writes before it reads that the client has closed the connection."""
+    server = ChannelServer()
+    acceptor = acceptor_of(server)
+    endpoint = acceptor.listen(Endpoint.parse(f"unix://{tmp_path}/s"))
+    acceptor.start()
+    try:
+        client = connect(endpoint)
+        (conn,) = [e.conn for e in server.poll(5) if isinstance(e, Connected)]
+        conn.ack(1)
+        server.poll(0)
+        payloads = [bytes([n]) * n for n in range(20)] + [b"x" * 10_000]
+        for payload in payloads:
+            client.send(ECHO, payload)
+        client.await_end(0.01)  # so that no byte is unread: a reset would drop what was sent
+        client.close()
+        conn.send(ECHO, b"late")
+        events = []
+        while not events or not isinstance(events[-1], Disconnected):
+            events += server.poll(5)
+        assert [e.payload for e in events if isinstance(e, FrameReceived)] == payloads
+        assert (events[-1].reason, events[-1].hung_up) == ("", True)
+    finally:
+        acceptor.close()
+        server.close()
+
+
 @given(sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=20))
 @settings(max_examples=25, deadline=None)
 def test_channel_frames_of_any_size_are_echoed(sizes):

@@ -7,6 +7,7 @@ import os
 import struct
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -541,6 +542,31 @@ def test_what_an_executor_leaves_that_dies_is_swept(place, no_pauses, request_nu
     place.age()
     place.checkpoints().sweep()
     place.age()  # the first sweep may have found a session whose marks the dead executor had begun to remove
+    place.checkpoints().sweep()
+    assert not place.paths()
+
+
+@pytest.mark.parametrize("place", ["folder", "folder, encrypted"], indirect=True)
+@pytest.mark.parametrize("removal", range(4))
+def test_what_an_executor_leaves_in_a_folder_that_dies_is_swept(place, monkeypatch, removal):
+    """It dies before one of the removals of a session with two chunks, one of them shared, and a list."""
+    store(place.checkpoints().of("t", "other"), 1, b"shared")
+    count, unlink = itertools.count(), Path.unlink
+
+    def die(path, missing_ok=False):
+        if next(count) >= removal:
+            raise PermissionError("dead")
+        unlink(path, missing_ok)
+
+    files = place.checkpoints().of("t", "s")
+    store(files, 1, b"shared", b"own")
+    monkeypatch.setattr(Path, "unlink", die)
+    with pytest.raises(PermissionError, match="dead"):
+        files.remove()
+    monkeypatch.undo()
+    place.checkpoints().sweep()
+    assert restored(place.checkpoints().of("t", "other"), 1) == [b"shared"]
+    place.age()
     place.checkpoints().sweep()
     assert not place.paths()
 

@@ -301,7 +301,7 @@ def test_a_client_that_closes_its_session_removes_its_files(device_with, place):
     a.cut(1)
     close(a)
     until = time.monotonic() + 30
-    while place.sessions() and time.monotonic() < until:
+    while place.paths() and time.monotonic() < until:
         time.sleep(0.01)
     assert not place.paths()
 

@@ -56,6 +56,8 @@ AHEAD = 4096
 _EXACT_S, _SELECTABLE = 0.02, 1024
 #: Number of pieces that one call of the system sends.
 _PIECES_AT_ONCE = 16
+#: Errors of a send after the other end closed the connection.
+HUNG_UP = (BrokenPipeError, ConnectionResetError)
 _READING = selectors.EVENT_READ
 _HEADER_SIZE = HEADER.size
 _read_header = HEADER.unpack_from
@@ -515,7 +517,10 @@ class ChannelServer:
             return
         except Exception as e:
             out.clear()
-            self._broke(conn, e)
+            if isinstance(e, HUNG_UP) and not (conn.closed or conn.paused or conn.waiting_for_sink):
+                self._readable(conn)  # what arrived before: it may say why the other end closed the connection
+            if not conn.closed and conn not in self._resumed:
+                self._broke(conn, e)
             return
         if conn._interest != _READING or conn.paused or conn.waiting_for_sink or out:
             self._watch(conn)
@@ -565,8 +570,7 @@ class ChannelServer:
             )
             self._close(conn, f"the channel failed: {type(error).__name__}: {error}")
         else:
-            hung_up = isinstance(error, (ConnectionResetError, BrokenPipeError))
-            self._close(conn, f"the connection broke: {error}", hung_up=hung_up)
+            self._close(conn, f"the connection broke: {error}", hung_up=isinstance(error, HUNG_UP))
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -619,7 +623,7 @@ class ChannelServer:
         if incoming is None:
             n = self._receive(conn, memoryview(conn._header)[conn._header_got :])
             if not n:
-                self._close(conn, "" if not conn._header_got else "the connection ended inside a frame")
+                self._close(conn, "the connection ended inside a frame" if conn._header_got else "", hung_up=True)
                 return None
             conn._header_got += n
             if conn._header_got == HEADER.size:
@@ -630,7 +634,7 @@ class ChannelServer:
         if incoming.got < len(incoming.payload):
             n = self._receive(conn, memoryview(incoming.payload)[incoming.got :])
             if not n:
-                self._close(conn, "the connection ended inside a frame")
+                self._close(conn, "the connection ended inside a frame", hung_up=True)
                 return None
             incoming.got += n
             if incoming.got == len(incoming.payload):
@@ -645,7 +649,7 @@ class ChannelServer:
         else:
             n = self._receive(conn, incoming.data[incoming.data_got :])
         if not n:
-            self._close(conn, "the connection ended inside a frame")
+            self._close(conn, "the connection ended inside a frame", hung_up=True)
             return None
         incoming.data_got += n
         received = n if incoming.source is None else n // COPIED_PER_RECEIVED

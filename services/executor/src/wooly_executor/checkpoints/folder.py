@@ -3,8 +3,8 @@
     <folder>/[key-<id>/]<tenant>/chunks/<name>           a chunk that sessions of the tenant share
     <folder>/[key-<id>/]<tenant>/sessions/<session>/     a hard link to each chunk that the session needs, and `cut-<number>.json`
 
-The file system counts the references to a chunk: a chunk with a single link belongs to no session and is removed. Several
-executors, and executors of several machines with a common file system, may use one folder at the same time. Files are not synced
+The file system counts the references to a chunk: a chunk with a single link belongs to no session and is removed, by `sweep` if
+the executor dies before. Several executors, and executors of several machines with a common file system, may use one folder at the same time. Files are not synced
 to the disk: they survive the process, and not a power cut.
 """
 
@@ -81,10 +81,7 @@ class FolderSession:
         """See `SessionStore`."""
         for name in names:
             (self._own / name).unlink(missing_ok=True)
-            shared = self._pool / name
-            with contextlib.suppress(FileNotFoundError):
-                if shared.stat().st_nlink == 1:
-                    shared.unlink()
+            _remove_unused(self._pool / name)
 
     def lists(self) -> list[int]:
         """See `SessionStore`."""
@@ -173,7 +170,7 @@ class FolderStore:
         return [run.result() for run in runs]
 
     def sweep(self, before: float) -> int:
-        """See `Store`. It removes sessions of all keys."""
+        """See `Store`. It removes sessions of all keys, and chunks that an executor left which died between two steps of `drop`."""
         count = 0
         for pattern in ("*/sessions/*", f"{KEYED}*/*/sessions/*"):
             for folder in self._folder.glob(pattern):
@@ -181,6 +178,9 @@ class FolderStore:
                     if folder.stat().st_mtime < before:
                         FolderSession(self._folder, folder.parent.parent, folder.name).remove()
                         count += 1
+        for pattern in ("*/chunks/*", f"{KEYED}*/*/chunks/*"):
+            for chunk in self._folder.glob(pattern):
+                _remove_unused(chunk)
         return count
 
     def others(self) -> list[str]:
@@ -192,6 +192,12 @@ class FolderStore:
     def close(self) -> None:
         """See `Store`."""
         self._readers.shutdown(wait=False, cancel_futures=True)
+
+
+def _remove_unused(chunk: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if chunk.stat().st_nlink == 1:
+            chunk.unlink()
 
 
 def _write(path: Path, content: Pieces) -> None:
