@@ -76,6 +76,14 @@ class Question(NamedTuple):
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.query, self.key, self.value
 
+    @property
+    def need_gradients(self) -> tuple[bool, bool]:
+        """Whether gradients of the tensors are wanted, and whether one of the mask is."""
+        if not torch.is_grad_enabled():
+            return False, False
+        tensors = self.query.requires_grad or self.key.requires_grad or self.value.requires_grad
+        return tensors, self.mask is not None and self.mask.requires_grad
+
     def described(self, of: Callable[[Tensor], Any]) -> str:
         """Query, key and value in words, as PyTorch's warnings describe them."""
         query, key, value = [of(t) for t in self.tensors]
@@ -305,80 +313,89 @@ def attention(
     """
     if is_zero_tensor(query) or is_zero_tensor(key) or is_zero_tensor(value):  # PyTorch would pass them without strides
         query, key, value = [t.clone() if is_zero_tensor(t) else t for t in (query, key, value)]
-    wraps = query.__class__ is not Tensor and is_wrapper(query)
-    grad = torch.is_grad_enabled()
-    needs = grad and (query.requires_grad or key.requires_grad or value.requires_grad)
-    mask_needs = attn_mask is not None and grad and attn_mask.requires_grad
+    q = Question(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    kernel, of_library = _kernel_of(q, scale)
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        q = q._replace(mask=torch.where(attn_mask, torch.zeros((), dtype=query.dtype, device="cpu"), -torch.inf))
+    if kernel == _MATH:
+        return _math(*q[:6], None, scale=scale, enable_gqa=enable_gqa)[0]  # type: ignore[no-any-return]
+    if of_library:
+        return _computed_by_library(q, scale)
+    if kernel == _FLASH:
+        return _flash(*q.tensors, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
+    mask = None if q.mask is None else q.mask.expand(*query.shape[:3], key.size(2))
+    fused = _efficient if kernel == _EFFICIENT else _cudnn
+    found = fused(*q.tensors, mask, any(q.need_gradients), dropout_p, is_causal, scale=scale)
+    return found[0]  # type: ignore[no-any-return]
+
+
+def _kernel_of(q: Question, scale: float | None) -> tuple[int, bool]:
+    """The kernel that computes a call, a number of `SDPBackend`, and whether it is the CPU's kernel of this name."""
+    wraps = q.query.__class__ is not Tensor and is_wrapper(q.query)
+    needs, mask_needs = q.need_gradients
     flash, math, others = may_use_flash(), may_use_math(), may_use_efficient() or may_use_cudnn()
-    # Tensors that wrap others, such as DTensor, know CUDA's kernels only.
-    as_library = math and (flash or not others) and not wraps
-    signature = (
-        *[(t.dtype, t.shape, t.stride()) for t in (query, key, value)],
-        None if attn_mask is None else (attn_mask.dtype, attn_mask.shape, attn_mask.stride()),
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        needs,
-        mask_needs,
-        flash,
-        math,
-    )
-    traced = is_traced(query) and not wraps
-    choice = None if traced else _choices.get(signature)
-    if traced:
-        # Sizes may be symbolic, so PyTorch cannot be asked for its choice.
-        suits = not mask_needs and _library_computes(
-            Question(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-        )
-        choice = _FLASH if suits else _MATH
-    elif not as_library:
-        _check(query, key, value, attn_mask, is_causal)
-        choice = choose(Question(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa))
-    elif choice is None:
-        if len(_choices) > _CHOICES_LIMIT:
-            _choices.clear()
-        inputs = (query, key, value, attn_mask)
-        _check(query, key, value, attn_mask, is_causal)
-        stand_ins: list[Any] = [None if t is None else _like(t, grad and t.requires_grad) for t in inputs]
-        # Ask PyTorch for its choice with host tensors of the same kind. A wrong call raises PyTorch's own error here.
-        choice = attention_choice(*stand_ins, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        if choice == _FLASH and query.dim() == 3:  # PyTorch asks again after it has added a dimension
-            stand_ins = [None if t is None else _with_four_dimensions(t) for t in stand_ins]
-            choice = attention_choice(*stand_ins, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        _choices[signature] = choice
-    if choice == _FLASH and needs and query.dtype is torch.float64 and math:
-        choice = _MATH  # as on CUDA, whose fused kernels have no float64; only this one has second derivatives
-    if choice == _FLASH and not traced and not query.numel():
-        choice = _MATH  # the fused kernel divides by the number of heads
-    if choice == _ERROR:
+    traced = is_traced(q.query) and not wraps
+    of_library = traced
+    if traced:  # sizes may be symbolic, so PyTorch cannot be asked for its choice
+        kernel = _FLASH if not mask_needs and _library_computes(q) else _MATH
+    elif (
+        math and (flash or not others) and not wraps
+    ):  # tensors that wrap others, such as DTensor, know CUDA's kernels only
+        kernel, of_library = _choice_of_library(q, scale, (needs, mask_needs, flash, math)), True
+    else:
+        _check(q)
+        kernel = choose(q)
+    if kernel == _ERROR:
         raise RuntimeError(
             "No viable backend for scaled_dot_product_attention was found. This is likely due to turning off both the math "
             "kernel and the fused kernels."
         )
-    flat = query.dim() == 3  # since torch 2.14, the CPU's fused kernel computes these, too, with a dimension more
-    if _learn_fused is not None and choice == _FLASH and as_library and not traced and not flat:
+    if kernel == _FLASH and needs and q.query.dtype is torch.float64 and math:
+        kernel = _MATH  # as on CUDA, whose fused kernels have no float64; only this one has second derivatives
+    if kernel == _FLASH and not traced and not q.query.numel():
+        kernel = _MATH  # the fused kernel divides by the number of heads
+    if _learn_fused is not None and kernel == _FLASH and of_library and not traced and q.query.dim() != 3:
         _learn_fused(_ATTENTION)
-    if attn_mask is not None and attn_mask.dtype is torch.bool:
-        attn_mask = torch.where(attn_mask, torch.zeros((), dtype=query.dtype, device="cpu"), -torch.inf)
-    if choice == _MATH:
-        return _math(  # type: ignore[no-any-return]
-            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-        )[0]
-    if as_library or traced:
-        if flat:
-            query, key, value = map(_with_four_dimensions, (query, key, value))
-            attn_mask = None if attn_mask is None else _with_four_dimensions(attn_mask)
-        found = _flash_of_library(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
-        return found.squeeze(0) if flat else found  # type: ignore[no-any-return]
-    if choice == _FLASH:
-        return _flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
-    if attn_mask is not None:
-        attn_mask = attn_mask.expand(*query.shape[:3], key.size(2))
-    kernel = _efficient if choice == _EFFICIENT else _cudnn
-    return kernel(  # type: ignore[no-any-return]
-        query, key, value, attn_mask, needs or mask_needs, dropout_p, is_causal, scale=scale
-    )[0]
+    return kernel, of_library
+
+
+def _choice_of_library(q: Question, scale: float | None, situation: tuple[bool, ...]) -> int:
+    """PyTorch's choice for the same call on a CPU.
+
+    Args:
+        q: the call.
+        scale: its scale.
+        situation: what else the choice depends on: whether gradients are wanted, and which kernels are on.
+    """
+    given = (*q.tensors, q.mask)
+    layouts = [None if t is None else (t.dtype, t.shape, t.stride()) for t in given]
+    signature = (*layouts, q.dropout, q.causal, scale, q.gqa, *situation)
+    choice = _choices.get(signature)
+    if choice is not None:
+        return choice
+    if len(_choices) > _CHOICES_LIMIT:
+        _choices.clear()
+    _check(q)
+    grad = torch.is_grad_enabled()
+    stand_ins: list[Any] = [None if t is None else _like(t, grad and t.requires_grad) for t in given]
+    # Ask with host tensors of the same kind. A wrong call raises PyTorch's own error here.
+    choice = attention_choice(*stand_ins, q.dropout, q.causal, scale=scale, enable_gqa=q.gqa)
+    if choice == _FLASH and q.query.dim() == 3:  # PyTorch asks again after it has added a dimension
+        stand_ins = [None if t is None else _with_four_dimensions(t) for t in stand_ins]
+        choice = attention_choice(*stand_ins, q.dropout, q.causal, scale=scale, enable_gqa=q.gqa)
+    _choices[signature] = choice
+    return choice
+
+
+def _computed_by_library(q: Question, scale: float | None) -> Tensor:
+    """The result of the CPU's fused kernel. Since torch 2.14, it also computes calls with one dimension less."""
+    query, key, value, mask = *q.tensors, q.mask
+    flat = query.dim() == 3
+    if flat:
+        query, key, value = map(_with_four_dimensions, (query, key, value))
+        mask = None if mask is None else _with_four_dimensions(mask)
+    found = _flash_of_library(query, key, value, q.dropout, q.causal, attn_mask=mask, scale=scale)[0]
+    return found.squeeze(0) if flat else found  # type: ignore[no-any-return]
 
 
 _composed = aten.scaled_dot_product_attention.default.decompose
@@ -423,9 +440,9 @@ def _batch_and_heads(t: Tensor) -> tuple[int, int] | None:
         return None
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> None:
+def _check(q: Question) -> None:
     """Raise RuntimeError for calls that PyTorch refuses for every kernel."""
-    tensors = (query, key, value)
+    query, key, value = tensors = q.tensors
     if any(t.dtype is not query.dtype for t in tensors):
         _refuse_as_library(*tensors)
     if any(t.device != query.device for t in tensors):
@@ -438,11 +455,11 @@ def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
             "Expected query, key, and value to all be  at least 2 dimensional, but got query.dim: "
             f"{query.dim()} key.dim: {key.dim()} and value.dim: {value.dim()} instead."
         )
-    if mask is None:
+    if q.mask is None:
         return
-    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
-        _refuse_as_library(*tensors, mask)
-    if causal:
+    if q.mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        _refuse_as_library(*tensors, q.mask)
+    if q.causal:
         raise RuntimeError("_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True")
 
 
