@@ -367,9 +367,14 @@ def _choice_of_library(q: Question, scale: float | None, situation: tuple[bool, 
         scale: its scale.
         situation: what else the choice depends on: whether gradients are wanted, and which kernels are on.
     """
-    given = (*q.tensors, q.mask)
-    layouts = [None if t is None else (t.dtype, t.shape, t.stride()) for t in given]
-    signature = (*layouts, q.dropout, q.causal, scale, q.gqa, *situation)
+    query, key, value, mask, *more = q
+    signature = (
+        *(query.dtype, query.shape, query.stride()),
+        *(key.dtype, key.shape, key.stride()),
+        *(value.dtype, value.shape, value.stride()),
+        None if mask is None else (mask.dtype, mask.shape, mask.stride()),
+        *(*more, scale, situation),
+    )
     choice = _choices.get(signature)
     if choice is not None:
         return choice
@@ -377,10 +382,10 @@ def _choice_of_library(q: Question, scale: float | None, situation: tuple[bool, 
         _choices.clear()
     _check(q)
     grad = torch.is_grad_enabled()
-    stand_ins: list[Any] = [None if t is None else _like(t, grad and t.requires_grad) for t in given]
+    stand_ins: list[Any] = [None if t is None else _like(t, grad and t.requires_grad) for t in q[:4]]
     # Ask with host tensors of the same kind. A wrong call raises PyTorch's own error here.
     choice = attention_choice(*stand_ins, q.dropout, q.causal, scale=scale, enable_gqa=q.gqa)
-    if choice == _FLASH and q.query.dim() == 3:  # PyTorch asks again after it has added a dimension
+    if choice == _FLASH and query.dim() == 3:  # PyTorch asks again after it has added a dimension
         stand_ins = [None if t is None else _with_four_dimensions(t) for t in stand_ins]
         choice = attention_choice(*stand_ins, q.dropout, q.causal, scale=scale, enable_gqa=q.gqa)
     _choices[signature] = choice

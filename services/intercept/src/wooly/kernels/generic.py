@@ -154,9 +154,7 @@ class Generic:
         taught = facts.name if teaches is None else str(teaches)
         if not views and flags is None:
             self.facts[op] = facts
-        plans, out_sizes = self._plans, self._out_sizes
-        resize_outs, asks_host = self._resize_outs, facts.name in RESIZED_ON_HOST
-        devices = self._devices
+        plans, devices = self._plans, self._devices
         scalar_at = facts.scalar
         scalar_kw = facts.scalar_kw
         mutable = facts.mutable
@@ -164,9 +162,6 @@ class Generic:
         finish = self._finish
         wrote = _wrote_list if facts.each_alone else written_result
         n_scalar = len(scalar_at)
-        gaps = widening.gaps_of(op)
-        passes_undefined = facts.name in PASSING_UNDEFINED
-        in_lists = facts.each_alone and mutable and not facts.out_args
 
         def run(*args: Any, drawn_from: Generator | None = None, **kwargs: Any) -> Any:
             key: list[Any] = [head]
@@ -211,40 +206,11 @@ class Generic:
                     known = plan.recorder, plan.form, plan.outs, plan.written, buffers, params
                     _learn(taught, *known, False, plan.apart)
             else:
-                if native.module is not None:
-                    native.module.disarm()
-                if DeviceNumber in signature:
-                    if not (takes_device_number(facts.name, args) and _on_one_device(buffers)):
-                        args, kwargs = with_numbers(Call(args, kwargs), float)
-                        return run(*args, drawn_from=drawn_from, **kwargs)
-                    args, kwargs = with_numbers(Call(args, kwargs), DeviceNumber)
-                if mutable and not asks_host:
-                    wrong = out_sizes.get(signature)
-                    if wrong is not None:
-                        resize_outs(facts, Call(args, kwargs), wrong, warn=True)
-                        return run(*args, drawn_from=drawn_from, **kwargs)
-                if facts.each_alone and not (_on_one_device(buffers) and _lists_on_device(args)):
-                    return redispatch_cpu(op)(*args, **kwargs)
-                if passes_undefined and args[0] is None:
-                    return (None,) * facts.n_returns
-                if gaps:
-                    call = Call(args, kwargs)
-                    narrow = widening.gap_of(gaps, call)
-                    if narrow is not None and self._recorder_of(buffers, call).on_cpu():
-                        return widening.compute_wider(facts, narrow, call)
-                try:
-                    planned = self._plan(facts, signature, buffers, args, kwargs, asked, doubtful)
-                except RuntimeError:
-                    if not in_lists:
-                        raise
-                    planned = None
-                if planned is None:  # one of the tensors is wrong: as on CUDA, those before it are written
-                    return redispatch_cpu(op)(*args, **kwargs)
-                if isinstance(planned, Call):
-                    return run(*planned.args, drawn_from=drawn_from, **planned.kwargs)
-                if planned.doubt is not None:
-                    return self._confirm(facts, partial(run, drawn_from=drawn_from), planned, signature, args, kwargs)
-                plan = planned.plan
+                again = partial(run, drawn_from=drawn_from)
+                found = self._first(facts, again, signature, buffers, Call(args, kwargs), asked, doubtful)
+                if not isinstance(found, CallPlan):
+                    return found()
+                plan = found
             recorder = plan.recorder
             with recorder.lock:
                 try:
@@ -386,13 +352,65 @@ class Generic:
 
         return run
 
+    def _first(
+        self,
+        facts: OpFacts,
+        run: Kernel,
+        signature: tuple[Any, ...],
+        buffers: list[int],
+        call: Call,
+        flags: tuple[str, ...],
+        doubtful: tuple[int, ...],
+    ) -> CallPlan | Callable[[], Any]:
+        """The plan of a call whose signature is new.
+
+        Args:
+            facts: the operator.
+            run: its kernel.
+            signature, buffers, call: the call.
+            flags: flags that the call asks for.
+            doubtful: what `limits.unusual` says of the numbers.
+
+        Returns:
+            Or a function that gives the results, if the call must be computed in another way.
+        """
+        if native.module is not None:
+            native.module.disarm()
+        if DeviceNumber in signature:
+            if not (takes_device_number(facts.name, call.args) and _on_one_device(buffers)):
+                return _later(run, with_numbers(call, float))
+            call = with_numbers(call, DeviceNumber)
+        if facts.mutable and facts.name not in RESIZED_ON_HOST:
+            wrong = self._out_sizes.get(signature)
+            if wrong is not None:
+                self._resize_outs(facts, call, wrong, warn=True)
+                return _later(run, call)
+        if facts.each_alone and not (_on_one_device(buffers) and _lists_on_device(call.args)):
+            return _later(redispatch_cpu(facts.op), call)
+        if facts.name in PASSING_UNDEFINED and call.args[0] is None:
+            return lambda: (None,) * facts.n_returns
+        gaps = widening.gaps_of(facts.op)
+        narrow = widening.gap_of(gaps, call) if gaps else None
+        if narrow is not None and self._recorder_of(buffers, call).on_cpu():
+            return partial(widening.compute_wider, facts, narrow, call)
+        try:
+            planned = self._plan(facts, signature, buffers, call, flags, doubtful)
+        except RuntimeError:
+            if not (facts.each_alone and facts.mutable and not facts.out_args):
+                raise
+            return _later(redispatch_cpu(facts.op), call)  # a tensor is wrong: as on CUDA, those before it are written
+        if isinstance(planned, Call):
+            return _later(run, planned)
+        if planned.doubt is not None:
+            return partial(self._confirm, facts, run, planned, signature, call.args, call.kwargs)
+        return planned.plan
+
     def _plan(
         self,
         facts: OpFacts,
         signature: tuple[Any, ...],
         buffers: list[int],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        call: Call,
         flags: tuple[str, ...],
         doubtful: tuple[int, ...],
     ) -> PlannedCall | Call:
@@ -402,11 +420,10 @@ class Generic:
             A call that must run instead: the same one, if an `out=` tensor was resized, so that it has another signature now;
             one that does not depend on the default dtype; or one whose condition is on the device.
         """
-        call = Call(args, kwargs)
         # A condition on the host is no operand of the arithmetic, so it must keep its dtype.
-        if facts.op.overloadpacket is torch.ops.aten.where and args[0].is_cpu:
-            condition = args[0].to(torch.device(NAME, self._recorder_of(buffers, call).heap.index))
-            return Call((condition, *args[1:]), kwargs)
+        if facts.op.overloadpacket is torch.ops.aten.where and call.args[0].is_cpu:
+            condition = call.args[0].to(torch.device(NAME, self._recorder_of(buffers, call).heap.index))
+            return Call((condition, *call.args[1:]), call.kwargs)
         elsewhere, offsets = _without_offsets(signature)
         known = self._planned_elsewhere.get(elsewhere)
         if known is not None:
@@ -652,6 +669,10 @@ def _given_generator(run: Kernel, position: int) -> Kernel:
         return run(*args, drawn_from=sequence_of(generator), **kwargs)
 
     return call
+
+
+def _later(run: Callable[..., Any], call: Call) -> Callable[[], Any]:
+    return partial(run, *call.args, **call.kwargs)
 
 
 def _without_offsets(signature: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
