@@ -1726,10 +1726,11 @@ def distributed_patches(connect: Callable[..., Any], group_type: Any) -> Iterato
     yield (c10d, "_NCCL_AVAILABLE", True)
     yield (c10d, "default_pg_nccl_timeout", _NCCL_TIMEOUT)
     yield (c10d, "_new_process_group_helper", new_group)
-    if hasattr(c10d, "_create_nccl2_process_group"):  # since 2.15: a class that only a machine with NCCL can make
+    if hasattr(c10d, "_create_nccl2_process_group"):  # since 2.14: a class that only a machine with NCCL can make
         make, plugins = c10d._create_nccl_process_group, c10d.Backend._plugins
         yield (c10d, "_create_nccl2_process_group", make)
-        yield (c10d, "_FR_SELF_RECORDING_BACKENDS", c10d._FR_SELF_RECORDING_BACKENDS | {"nccl"})
+        if hasattr(c10d, "_FR_SELF_RECORDING_BACKENDS"):  # since 2.15
+            yield (c10d, "_FR_SELF_RECORDING_BACKENDS", c10d._FR_SELF_RECORDING_BACKENDS | {"nccl"})
         if "NCCL" in plugins:
             yield (c10d.Backend, "_plugins", plugins | {"NCCL": plugins["NCCL"]._replace(creator_fn=make)})
     for owner in (c10d, torch.distributed):
