@@ -1211,13 +1211,14 @@ def is_for_cuda_alone(kernel: Any) -> bool:
 
 
 def operators_for_cuda_alone() -> set[str]:
-    """The operators for which PyTorch has registered such kernels under the key CUDA. Before torch 2.13, there are none."""
+    """The operators for which PyTorch has registered such kernels under the key CUDA. Before torch 2.12, there are none."""
     registry: Any = sys.modules.get("torch._native.registry")
     if registry is None:
         return set()
     if hasattr(registry, "_override_libs"):  # since torch 2.15, with the namespace
         return {name for space, name, key in registry._override_libs if (space, key) == ("aten", "CUDA")}
-    return {name for name, key in registry._aten_override_libs if key == "CUDA"}
+    known = registry._aten_override_libs if hasattr(registry, "_aten_override_libs") else registry._libs  # torch 2.12
+    return {name for name, key in known if key == "CUDA"}
 
 
 def destroy(library: torch.library.Library) -> None:
