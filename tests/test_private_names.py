@@ -5,10 +5,13 @@ of the distribution defines an attribute of this name.
 """
 
 import ast
+import json
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.torch_names import RECORD, SOURCES, private_names, unguarded
 
 ROOT = Path(__file__).parents[1]
 DISTRIBUTIONS = sorted(p.parent for p in ROOT.glob("*/*/src"))
@@ -147,3 +150,33 @@ def test_private_names_have_one_file_per_distribution(name):
 def test_foreign_private_names_are_found(source, expected):
     nodes = nodes_of(source)
     assert [name for _, name in foreign(nodes, defined([nodes]))] == expected
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.parent.name)
+def test_private_names_that_a_release_of_pytorch_lacks_are_asked_for_first(source):
+    """One of these names would end every script with an AttributeError, with that release only."""
+    record, tree = json.loads(RECORD.read_text()), ast.parse(source.read_text())
+    new = set(private_names(tree)) - {*record["everywhere"], *record["some"]}
+    assert not new, f"look up which releases have {sorted(new)}: python tests/torch_names.py"
+    lacking = {name: record["some"][name] for name in unguarded(tree, record["some"])}
+    assert not lacking, (
+        f"only these releases have them: {lacking}; ask with hasattr, or for a name that exactly these have"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("def f():\n    return a._new", {"_new"}),
+        ("def f():\n    if hasattr(a, '_new'):\n        return a._new", set()),
+        ("def f():\n    return getattr(a, '_new', None)", set()),
+        ("def f():\n    if hasattr(a, '_newest'):\n        return a._new", set()),
+        ("def f():\n    if hasattr(a, '_new'):\n        return a._newest", {"_newest"}),
+        ("def f():\n    if hasattr(a, '_old'):\n        return a._new", {"_new"}),
+        ("def f():\n    return hasattr(a, '_new')\ndef g():\n    return a._new", {"_new"}),
+        ("def f(self):\n    return self._new, a._old", set()),
+        ("from a import _new", {"_new"}),
+    ],
+)
+def test_names_without_a_guard_are_found(source, expected):
+    assert unguarded(ast.parse(source), {"_new": ["2.14", "2.15"], "_newest": ["2.15"]}) == expected

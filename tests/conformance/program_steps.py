@@ -681,7 +681,7 @@ class Maker:
                 f"larger({name})",
                 f"larger({name})",
                 f"{name}.resize_(max({name}.numel() - 1, 0))"
-                if 0 not in t.stride()
+                if t.untyped_storage().nbytes() >= (t.storage_offset() + n) * t.element_size()  # else: a larger storage
                 else f"{name}.resize_({name}.shape)",
                 f"{name}.data.mul_(2)",
                 f"{name}.data.fill_(1)",

@@ -22,10 +22,13 @@ def trace_of(snapshot, device=0):
 
 
 def test_memory_snapshot_lists_each_live_storage(cuda, no_garbage):
-    before = torch.cuda.memory_allocated()  # storages of earlier sessions that something still holds
+    def sizes():
+        return sum(s["allocated_size"] for s in torch.cuda.memory_snapshot()), torch.cuda.memory_allocated()
+
+    listed, allocated = sizes()  # of earlier tests, and of earlier sessions, which no snapshot lists
     x = torch.empty(1000, device="cuda")
+    assert sizes() == (listed + 4000, allocated + 4000)
     found = {s["address"]: s for s in torch.cuda.memory_snapshot()}
-    assert sum(s["allocated_size"] for s in found.values()) == torch.cuda.memory_allocated() - before
     segment = found[x.untyped_storage().data_ptr()]
     assert (segment["total_size"], segment["segment_type"], segment["device"]) == (4000, "small", 0)
     (block,) = segment["blocks"]

@@ -1448,12 +1448,10 @@ ENGINE_CODE = in_calling_thread(torch.autograd.backward).__code__
 semi_structured_to_dense: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = sparse_semi_structured_to_dense_cutlass
 
 
-#: The method with which an optimizer checks whether a CUDA graph may capture its step. Before torch 2.13, it asks `is_built`.
+#: A kernel that `torch.cuda.jiterator` compiles.
 JittedFunction: type = torch.cuda.jiterator._JittedFunction
-_NAMES = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")  # the second one: torch 2.10
-CAPTURE_CHECK_CODE = next(
-    vars(torch.optim.Optimizer)[name].__code__ for name in _NAMES if hasattr(torch.optim.Optimizer, name)
-)
+#: The method with which an optimizer checks whether a CUDA graph may capture its step. Before torch 2.13, it asks `is_built`.
+CAPTURE_CHECK_CODE = torch.optim.Optimizer._accelerator_graph_capture_health_check.__code__
 
 
 def compiled_version_patches(cuda_version: str) -> Iterator[tuple[Any, str, Any]]:
