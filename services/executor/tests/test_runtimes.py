@@ -416,10 +416,38 @@ def test_failed_segment_keeps_what_earlier_instructions_have_computed(wis, monke
         right = run(*single, good)[1]
         assert [run(*hot, good)[1] for _ in range(3)] == [right] * 3 and len(hot[1].hot) == segments
         (failed, expected), (outcome, found) = run(*single, bad), run(*hot, bad)
+        later = [run(*hot, bad)[1] for _ in range(2)]
+        assert run(*hot, good)[1] == right and len(hot[1].hot) > segments
     assert (outcome.failed_at, outcome.error) == (failed.failed_at, failed.error)
     assert {n for n in found if found[n] == outcome.error} == lost | {"partly", "behind"}
     assert {n for n in expected if expected[n] == failed.error} == {"partly", "behind"}
     assert all(found[n] == expected[n] for n in found.keys() - lost - {"partly", "behind"})
+    assert later == [expected] * 2  # the failing step has begun a segment since
+
+
+def test_only_a_few_failed_steps_of_a_program_are_remembered(wis):
+    v, i = wis.at(DType.F32, 4), wis.at(DType.I64, 1)
+    body = wis.body()
+    for k in range(8):
+        body.alloc(f"y{k}", 4).call(
+            "aten.index_select.default",
+            *(("in", "x", v), ("in", f"i{k}", i), ("out", f"y{k}", wis.at(DType.F32, 1))),
+            args=(REFS[0], 0, REFS[1]),
+        )
+    runtime = TorchCpuRuntime(hot=2)
+    ids = {name: k for k, name in enumerate(body.names)}
+    with torch.inference_mode():
+        prepared = ProgramStore(runtime).define(body.raw).prepared
+        for bad in [None, None, *range(8), None]:
+            buffers = {ids[f"i{k}"]: runtime.allocate(8) for k in range(8)} | {ids["x"]: runtime.allocate(16)}
+            as_view(buffers[ids["x"]].base, v).fill_(2.0)
+            for k in range(8):
+                as_view(buffers[ids[f"i{k}"]].base, i).fill_(9 if k == bad else 0)
+            outcome = runtime.run(prepared, buffers, list(ids.values()), [])
+            good = [buffers[ids[f"y{k}"]].poison == "" for k in range(8)]
+            assert (outcome.failed_at is None, all(good[:bad])) == (bad is None, True)
+        most = prepared_programs.MOST_FAILED
+        assert len(prepared.failed) == most and 1 < len(prepared.hot) <= most + 1
 
 
 def test_conversions_between_dtypes_are_in_the_segment_of_their_neighbours(wis):
@@ -738,14 +766,18 @@ def test_hot_stretch_across_edges_is_combined(wis):
         assert len(prepared.hot) == 4 and [len(s.steps) for s in prepared.whole.values()] == [1]
         (known,) = prepared.whole.values()
         assert len(known.took) == 4 and all(known.took)
-        assert run(9, (*edges, n)) == (19, "index out of range in self")
-        assert run(9, (6,), (half,), (18,), (n,)) == (19, "index out of range in self")
         for _ in range(
             prepared_programs.STRETCH_OFTEN
         ):  # stretches for these edges do not fit runs that stop at other edges
             assert run(3, edges[:2], (18, n)) == (None, [-3.0] * 4)
         assert {k: len(s.steps) for k, s in prepared.whole.items()} == {(0, 4): 1, (0, 2): 1, (2, 4): 1}
-        assert run(9, edges[:2], (18, n)) == (19, "index out of range in self")
+        for _ in range(2):  # the first failure divides the stretches
+            assert run(9, (*edges, n)) == (19, "index out of range in self")
+            assert run(9, (6,), (half,), (18,), (n,)) == (19, "index out of range in self")
+            assert run(9, edges[:2], (18, n)) == (19, "index out of range in self")
+            for _ in range(prepared_programs.STRETCH_OFTEN):
+                assert run(2, (*edges, n)) == (None, [-2.0] * 4)
+        assert [len(s.steps) for s in prepared.whole.values() if not isinstance(s, int)] == [2]
         for other in range(1, 100):
             run(1, (other % 3 * 6 + 1,), (n - other % 4, n))
         assert len(prepared.whole) <= prepared_programs.STRETCHES_SEEN

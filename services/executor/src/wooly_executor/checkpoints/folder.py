@@ -4,8 +4,8 @@
     <folder>/[key-<id>/]<tenant>/sessions/<session>/     a hard link to each chunk that the session needs, and `cut-<number>.json`
 
 The file system counts the references to a chunk: a chunk with a single link belongs to no session and is removed, by `sweep` if
-the executor dies before. Several executors, and executors of several machines with a common file system, may use one folder at the same time. Files are not synced
-to the disk: they survive the process, and not a power cut.
+the executor dies before. Several executors, and executors of several machines with a common file system, may use one folder at
+the same time. Files are not synced to the disk: they survive the process, and not a power cut.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class FolderStore:
         return [run.result() for run in runs]
 
     def sweep(self, before: float) -> int:
-        """See `Store`. It removes sessions of all keys, and chunks that an executor left which died between two steps of `drop`."""
+        """See `Store`. It removes sessions of all keys, and chunks that an executor left that died inside `drop`."""
         count = 0
         for pattern in ("*/sessions/*", f"{KEYED}*/*/sessions/*"):
             for folder in self._folder.glob(pattern):

@@ -6,7 +6,7 @@ import re
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from wooly_executor.errors import MissingKernelError, OperationError, OutOfMemoryError, PoisonedError
 from wooly_executor.runtime.buffers import Buffer
@@ -42,6 +42,8 @@ class StepExecution:
         "outcome",
         "unchecked",
     )
+    #: Whether a step that fails is combined with later steps only, from then on.
+    _notes_failures: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -169,6 +171,8 @@ class StepExecution:
         """Report the failure of a step, and poison everything that the program should have written from the step `first` on."""
         outcome, buffers, bindings = frame.outcome, frame.buffers, frame.bindings
         at = prepared.owner[first] if first >= 0 else 0
+        if step >= 0 and self._notes_failures and not isinstance(cause, (PoisonedError, MemoryError)):
+            prepared.note_failed(step)
         self._say(prepared.acts[prepared.owner[step]].at if step >= 0 else 0, cause)
         lost = self._poison(at)
         for slot, register, view, nbytes in prepared.kept:

@@ -238,6 +238,7 @@ class GpuExecution(StepExecution):
     """A run on a GPU. Times are measured with the stream's events."""
 
     __slots__ = ("_driver", "_kernels_ns", "_profiled", "_runtime", "_sampled", "_took_ns", "_unlanded")
+    _notes_failures = False  # graphs replace segments
 
     def __init__(
         self,

@@ -22,6 +22,8 @@ from wooly_executor.runtime.torch_private import interpret_plainly
 
 #: Number of runs of a stretch across its edges before the stretch is compiled into fewer steps.
 STRETCH_OFTEN = 8
+#: Maximum number of steps of a program that are remembered because they failed. Each costs all its sessions 4 us per run.
+MOST_FAILED = 4
 #: Maximum number of such compiled stretches per program, and of stretches whose runs are counted. Both change with the measured
 #: times.
 STRETCHES, STRETCHES_SEEN = 6, 64
@@ -122,6 +124,7 @@ class PreparedProgram:
         slot_of: the slot of each register.
         runs: number of runs.
         completed: whether one of them ended without a failure, so that all steps have been checked.
+        failed: steps that failed in a run, on a CPU. They are not combined with earlier steps.
         gathers: of a hot program: steps that fill registers from buffers.
         hot: of a hot program: the other steps, many of them combined.
         begins: for each hot step, the index of its first step.
@@ -167,6 +170,7 @@ class PreparedProgram:
     slot_of: list[int] = field(default_factory=list)
     runs: int = 0
     completed: bool = False
+    failed: set[int] = field(default_factory=set)
     gathers: list[Step] = field(default_factory=list)
     hot: list[Step] = field(default_factory=list)
     begins: list[int] = field(default_factory=list)
@@ -201,10 +205,24 @@ class PreparedProgram:
                 become separate ones.
             early: the program has hardly run. Its steps are combined if the family has shown how, or learns it.
         """
-        stops = sorted({bisect_left(self.where, edge) for edge in self.edges})
+        stops = sorted({bisect_left(self.where, edge) for edge in self.edges} | self.failed)
         alone = self.uncapturable if graphs else ()
         self.tried = self.family.learned if self.family is not None else 0
         self.asked = self._do(self._use_hot, stops, None, alone, graphs=graphs, early=early)
+
+    def note_failed(self, step: int) -> None:
+        """Note that a step has failed. If it fails again, what earlier steps have computed is there: a segment loses values that
+        cannot be computed again (`failed_segments`). A loop may go on after each failure.
+        """
+        known = step in self.failed
+        if (known and (not self.hot or step in self.begins)) or (not known and len(self.failed) >= MOST_FAILED):
+            return
+        self.failed.add(step)
+        if self.hot:
+            self.gathers, self.hot, self.begins, self.places = [], [], [], []
+            self.whole.clear()
+            self.spans.clear()
+            self.heat()
 
     def _do(
         self,
@@ -313,7 +331,8 @@ class PreparedProgram:
                 self.whole[begin, end] = Stretch(made.hot, made.begins, took)
 
         self.whole[begin, end] = Stretch([], [])
-        if not self._do(take, (), range(first, last), early=found < 2 * STRETCH_OFTEN):
+        stops = sorted(self.failed)
+        if not self._do(take, stops, range(first, last), early=found < 2 * STRETCH_OFTEN):
             self.whole[begin, end] = found
         known = self.whole[begin, end]
         return known if isinstance(known, Stretch) and known.steps else None
