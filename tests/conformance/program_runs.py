@@ -20,6 +20,8 @@ NAMES = compile(SOURCE, "program_names.py", "exec")
 #: Steps of a program, without those in blocks.
 STEPS = (12, 45)
 LOCK = threading.Lock()
+#: An index that is computed from a tensor.
+BY_TENSOR = re.compile(r"\bt\d+\[[^\]]*\bt\d+")
 #: Size of a dimension, and number of elements, above which a tensor is deleted after a turn of a loop.
 LONGEST, MOST = 3000, 20000
 
@@ -209,7 +211,8 @@ def without_loose_errors(steps, trace):
         inside = steps
         for n in path:
             inside = inside[n][1]
-        index = "out of" in said[1] and any(word in inside[last] for word in ("order(", "tensor(", "[["))
+        by_tensor = any(word in inside[last] for word in ("order(", "tensor(", "[[")) or BY_TENSOR.search(inside[last])
+        index = "out of" in said[1] and by_tensor
         loose = (
             index
             or any(word in said[1] for word in ("ZeroDivisionError", "not implemented for", "Class values must be"))
