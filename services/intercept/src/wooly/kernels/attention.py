@@ -335,13 +335,12 @@ def _kernel_of(q: Question, scale: float | None) -> tuple[int, bool]:
     needs, mask_needs = q.need_gradients
     flash, math, others = may_use_flash(), may_use_math(), may_use_efficient() or may_use_cudnn()
     traced = is_traced(q.query) and not wraps
-    of_library = traced
+    # Tensors that wrap others, such as DTensor, know CUDA's kernels only.
+    of_library = traced or (math and (flash or not others) and not wraps)
     if traced:  # sizes may be symbolic, so PyTorch cannot be asked for its choice
         kernel = _FLASH if not mask_needs and _library_computes(q) else _MATH
-    elif (
-        math and (flash or not others) and not wraps
-    ):  # tensors that wrap others, such as DTensor, know CUDA's kernels only
-        kernel, of_library = _choice_of_library(q, scale, (needs, mask_needs, flash, math)), True
+    elif of_library:
+        kernel = _choice_of_library(q, scale, (needs, mask_needs, flash, math))
     else:
         _check(q)
         kernel = choose(q)
